@@ -1,0 +1,1 @@
+"""Tensor operators. They know shapes, not requests."""

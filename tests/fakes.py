@@ -1,0 +1,348 @@
+"""Stand-ins for the parts of a replica that compute, and a replica stepped by hand."""
+
+import zlib
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Literal
+
+from pagoda.worker.block_hash import BlockHash, hash_blocks
+from pagoda.worker.block_pool import BlockKey, BlockPool
+from pagoda.worker.config import EngineLimits, SchedulerConfig
+from pagoda.worker.kv_manager import KVManager
+from pagoda.worker.scheduler import Scheduler, SchedulerStats
+from pagoda.worker.types import (
+    FinishReason,
+    ModelRunnerOutput,
+    NewSequence,
+    Request,
+    RequestId,
+    SamplingParams,
+    SchedulerOutput,
+    SequenceId,
+    SequenceOutput,
+)
+
+Failure = Literal["before it began", "half-way"]
+SlotContent = tuple[bytes | None, tuple[int, ...]]
+"""What a slot's KV depends on: the hash root, and all tokens up to the slot's own."""
+
+
+class StepFailure(Exception):
+    """A fake executor was told to fail."""
+
+
+def request_id_of(sequence_id: SequenceId) -> RequestId:
+    return RequestId(sequence_id.rpartition("/")[0])
+
+
+def hash_root(salt: bytes) -> BlockHash:
+    return BlockHash(sha256(salt).digest()[:16])
+
+
+def sample(sampling: SamplingParams, seed: int, token_ids: Sequence[int], vocab_size: int) -> int:
+    """The next token: a pure function of what it may depend on."""
+    seed = seed if sampling.temperature > 0 else 0
+    return zlib.crc32(repr((seed, tuple(token_ids))).encode()) % vocab_size
+
+
+def generate(
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    seed: int,
+    *,
+    max_model_len: int,
+    vocab_size: int,
+    eos_token_ids: Collection[int] = (),
+) -> tuple[list[int], FinishReason]:
+    """What one sample must get, whatever runs beside it: the specification of how sequences grow and end."""
+    output: list[int] = []
+    while True:
+        token = sample(sampling, seed, [*prompt, *output], vocab_size)
+        may_stop = len(output) >= sampling.min_tokens
+        output.append(token)
+        is_end = (token in eos_token_ids and not sampling.ignore_eos) or token in sampling.stop_token_ids
+        if may_stop and is_end:
+            return output, FinishReason.STOP
+        if len(output) == sampling.max_tokens or len(prompt) + len(output) == max_model_len:
+            return output, FinishReason.LENGTH
+
+
+@dataclass(slots=True)
+class RankSequence:
+    """What a rank keeps of a sequence."""
+
+    token_ids: list[int]
+    num_computed_tokens: int
+    num_shared_tokens: int
+    block_tables: list[list[int]]
+    sampling: SamplingParams
+    seed: int
+    root: bytes | None
+
+
+class FakeExecutor:
+    """A rank without tensors. It does exactly what a plan says, with slots that hold what their KV would depend on.
+
+    Each computed token must find, in every slot up to its own, the content that belongs there. So a stale, foreign
+    or overwritten block is an `AssertionError` in the step that reads it.
+    """
+
+    def __init__(self, *, block_size: int, vocab_size: int = 64) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.failures: deque[Failure | Exception | None] = deque()
+        """What the next steps do; steps beyond its end succeed."""
+        self.roots: dict[RequestId, bytes | None] = {}
+        """Hash roots of requests that have one of their own."""
+        self.sequences: dict[SequenceId, RankSequence] = {}
+        self.seeds: dict[SequenceId, int] = {}
+        """The seed each sequence was first run with."""
+        self.num_shutdowns = 0
+        self._slots: dict[tuple[int, int], SlotContent] = {}
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        failure = self.failures.popleft() if self.failures else None
+        if failure == "before it began":
+            raise StepFailure(failure)
+        if isinstance(failure, Exception):
+            raise failure
+        self._take_changes(plan)
+        self._write(plan, garbage=failure is not None)
+        if failure is not None:
+            raise StepFailure(failure)
+        self._check_reads(plan)
+        return ModelRunnerOutput(self._advance(plan))
+
+    def shutdown(self) -> None:
+        self.num_shutdowns += 1
+
+    def _take_changes(self, plan: SchedulerOutput) -> None:
+        for sequence_id in plan.dropped:
+            self.sequences.pop(sequence_id, None)
+        for new in plan.new:
+            self._add(new)
+        for sequence_id, group, index, block_id in plan.block_updates:
+            table = self.sequences[sequence_id].block_tables[group]
+            assert index <= len(table), f"{sequence_id} gets block {index} while it has {len(table)}"
+            table[index : index + 1] = [block_id]
+        before = dict(self._slots)
+        for source, destination in plan.block_copies:
+            for offset in range(self.block_size):
+                self._slots[destination, offset] = before.get((source, offset), (None, ()))
+
+    def _add(self, new: NewSequence) -> None:
+        assert new.sequence_id not in self.sequences, f"{new.sequence_id} is new twice"
+        assert self.seeds.setdefault(new.sequence_id, new.seed) == new.seed
+        assert 0 <= new.num_computed_tokens < len(new.token_ids), "a new sequence computes at least its last token"
+        assert new.num_shared_tokens % self.block_size == 0
+        for table in new.block_tables:
+            assert len(table) * self.block_size >= len(new.token_ids), "a sequence gets blocks for all its tokens"
+            assert len(set(table)) == len(table)
+        self.sequences[new.sequence_id] = RankSequence(
+            list(new.token_ids),
+            new.num_computed_tokens,
+            new.num_shared_tokens,
+            [list(table) for table in new.block_tables],
+            new.sampling,
+            new.seed,
+            self.roots.get(request_id_of(new.sequence_id), b""),
+        )
+
+    def _write(self, plan: SchedulerOutput, *, garbage: bool) -> None:
+        """Write the scheduled tokens, each block by one sequence, which no sequence that ran before it may hold."""
+        started = {new.sequence_id for new in plan.new}
+        holders: dict[int, set[SequenceId]] = {}
+        for sequence_id, sequence in self.sequences.items():
+            for block_id in {block_id for table in sequence.block_tables for block_id in table}:
+                holders.setdefault(block_id, set()).add(sequence_id)
+        writers: dict[int, SequenceId] = {}
+        for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
+            sequence = self.sequences[sequence_id]
+            end = sequence.num_computed_tokens + num_tokens
+            assert 0 < num_tokens <= len(sequence.token_ids) - sequence.num_computed_tokens
+            for position in range(max(sequence.num_computed_tokens, sequence.num_shared_tokens), end):
+                content = (None, ()) if garbage else (sequence.root, tuple(sequence.token_ids[: position + 1]))
+                for block_id, offset in self._slots_of(sequence, position):
+                    assert writers.setdefault(block_id, sequence_id) == sequence_id, "two write to one block"
+                    assert holders[block_id] - started <= {sequence_id}, "written while another sequence reads it"
+                    self._slots[block_id, offset] = content
+
+    def _check_reads(self, plan: SchedulerOutput) -> None:
+        for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
+            sequence = self.sequences[sequence_id]
+            for position in range(sequence.num_computed_tokens + num_tokens):
+                expected = (sequence.root, tuple(sequence.token_ids[: position + 1]))
+                for slot in self._slots_of(sequence, position):
+                    found = self._slots.get(slot)
+                    assert found == expected, f"{sequence_id} finds {found} at position {position}, not {expected}"
+
+    def _advance(self, plan: SchedulerOutput) -> dict[SequenceId, int]:
+        sampled = {}
+        for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
+            sequence = self.sequences[sequence_id]
+            sequence.num_computed_tokens += num_tokens
+            if sequence.num_computed_tokens == len(sequence.token_ids):
+                token = sample(sequence.sampling, sequence.seed, sequence.token_ids, self.vocab_size)
+                sequence.token_ids.append(token)
+                sampled[sequence_id] = token
+        return sampled
+
+    def _slots_of(self, sequence: RankSequence, position: int) -> list[tuple[int, int]]:
+        index, offset = divmod(position, self.block_size)
+        return [(table[index], offset) for table in sequence.block_tables]
+
+
+class Replica:
+    """A scheduler with its KV manager, pool and a fake rank, stepped by hand and checked after each step."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        num_groups: int = 1,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool = True,
+        vocab_size: int = 64,
+        eos_token_ids: Collection[int] = (),
+    ) -> None:
+        pool_len = num_blocks // num_groups * block_size
+        self.limits = EngineLimits(min(max_model_len or pool_len, pool_len), vocab_size, max_num_seqs, 4096)
+        self.num_groups = num_groups
+        self.pool = BlockPool(num_blocks)
+        self.manager = KVManager(
+            self.pool, num_groups=num_groups, block_size=block_size, enable_prefix_caching=enable_prefix_caching
+        )
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
+            self.limits,
+            self.manager,
+            eos_token_ids=frozenset(eos_token_ids),
+        )
+        self.rank = FakeExecutor(block_size=block_size, vocab_size=vocab_size)
+        self.requests: dict[RequestId, Request] = {}
+        self.tokens: dict[SequenceId, list[int]] = {}
+        """What each sequence has got so far."""
+        self.ends: dict[SequenceId, SequenceOutput] = {}
+        """The last output of each sequence that ended."""
+        self.is_cache_cleared = False
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.snapshot()
+
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        priority: int = 0,
+        salt: bytes | None = b"",
+        seed: int = 0,
+        **sampling: object,
+    ) -> None:
+        """Queue a request, by default greedy. Salt None keeps it out of the prefix cache."""
+        request_id = RequestId(name)
+        params = SamplingParams(**({"temperature": 0.0} | sampling))
+        request = Request(request_id, tuple(prompt), params, priority=priority, salt=salt or b"")
+        root = None if salt is None else hash_root(salt)
+        self.requests[request_id] = request
+        self.rank.roots[request_id] = root
+        for index in range(params.n):
+            sequence_id = SequenceId(f"{name}/{index}")
+            self.tokens[sequence_id] = []
+            self.ends.pop(sequence_id, None)
+            self.rank.seeds.pop(sequence_id, None)
+        self.scheduler.add(request, seed=seed, hash_root=root)
+
+    def abort(self, name: str) -> list[SequenceOutput]:
+        outputs = self.scheduler.abort(RequestId(name))
+        assert all(output.finish_reason is FinishReason.ABORT for output in outputs)
+        self._take(outputs)
+        return outputs
+
+    def step(self, failure: Failure | None = None) -> SchedulerOutput:
+        """Run one step and return its plan."""
+        num_preemptions = self.stats.num_preemptions
+        plan = self.scheduler.schedule()
+        if self.stats.num_preemptions > num_preemptions:
+            assert not plan.new, "a step that preempts admits nobody"
+        assert sum(plan.num_scheduled_tokens.values()) <= self.scheduler.config.max_num_batched_tokens
+        self.rank.failures.append(failure)
+        try:
+            result = self.rank.execute(plan)
+        except StepFailure as error:
+            outputs = self.scheduler.fail(plan, str(error))
+            assert [output.finish_reason for output in outputs] == [FinishReason.ERROR] * len(plan.num_scheduled_tokens)
+        else:
+            outputs = self.scheduler.update(plan, result)
+        self._take(outputs)
+        self.check()
+        return plan
+
+    def run(self, max_steps: int = 1000) -> None:
+        """Step until every request has ended and the rank has heard of it."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work():
+                break
+            self.step()
+        assert not self.scheduler.has_work(), f"not done after {max_steps} steps"
+        self.step()
+        assert not self.rank.sequences
+        assert self.pool.num_free == self.pool.num_blocks
+
+    def output(self, name: str, index: int = 0) -> list[int]:
+        return self.tokens[SequenceId(f"{name}/{index}")]
+
+    def end(self, name: str, index: int = 0) -> SequenceOutput:
+        """The last output of a sequence that has ended."""
+        return self.ends[SequenceId(f"{name}/{index}")]
+
+    def check(self) -> None:
+        """Bookkeeping agrees, and what is cached of each prompt is a prefix of it: tails are evicted first."""
+        self.scheduler.check_integrity()
+        if self.is_cache_cleared:
+            return
+        for sequence_id, tokens in self.tokens.items():
+            request = self.requests[request_id_of(sequence_id)]
+            root = self.rank.roots[request.request_id]
+            if root is None:
+                continue
+            hashes = hash_blocks(root, [*request.prompt_token_ids, *tokens], self.manager.block_size)
+            for group in range(self.num_groups):
+                cached = [self.pool.lookup(BlockKey(block_hash, group)) is not None for block_hash in hashes]
+                assert cached == sorted(cached, reverse=True), f"of {sequence_id} is cached: {cached}"
+
+    def check_outputs(self) -> None:
+        """Every sequence has got what it would get alone; all of it, unless it was aborted or failed."""
+        for sequence_id, tokens in self.tokens.items():
+            request = self.requests[request_id_of(sequence_id)]
+            if sequence_id not in self.rank.seeds:
+                assert not tokens
+                continue
+            expected, reason = generate(
+                request.prompt_token_ids,
+                request.sampling,
+                self.rank.seeds[sequence_id],
+                max_model_len=self.limits.max_model_len,
+                vocab_size=self.limits.vocab_size,
+                eos_token_ids=self.scheduler.eos_token_ids,
+            )
+            end = self.ends.get(sequence_id)
+            if end is not None and end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert (tokens, end.finish_reason) == (expected, reason)
+            else:
+                assert tokens == expected[: len(tokens)]
+                assert len(tokens) < len(expected)
+
+    def _take(self, outputs: Sequence[SequenceOutput]) -> None:
+        for output in outputs:
+            sequence_id = SequenceId(f"{output.request_id}/{output.index}")
+            assert sequence_id not in self.ends, f"{sequence_id} gets something after its end"
+            self.tokens[sequence_id] += output.token_ids
+            if output.finish_reason is not None:
+                self.ends[sequence_id] = output

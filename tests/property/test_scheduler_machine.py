@@ -1,0 +1,117 @@
+"""Random requests, aborts, failures and evictions against a scheduler and a rank that knows what each slot must hold."""
+
+from fakes import Failure, Replica
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+NAMES = [f"r{i}" for i in range(12)]
+"""Few, so that ids are used again."""
+TRUNKS = [(0,) * 24, (0, 1) * 12, (0,) * 6 + (1,) * 18]
+"""Prompts are a cut of one of these and a short rest: they often share a prefix, or all they have."""
+VOCAB_SIZE = 3
+MAX_OUTPUT_TOKENS = 12
+
+prompts = st.builds(
+    lambda trunk, num_tokens, rest: (*trunk[:num_tokens], *rest),
+    st.sampled_from(TRUNKS),
+    st.integers(0, 20),
+    st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=3),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The rank checks what it reads and writes, the replica its books, after every step; at the end all is drained."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 3, 4, 8]),
+        num_groups=st.sampled_from([1, 1, 2]),
+        num_tokens=st.sampled_from([16, 24, 40, 100]),
+        max_num_seqs=st.sampled_from([1, 2, 3, 8]),
+        max_num_batched_tokens=st.sampled_from([1, 4, 7, 16, 64]),
+        enable_prefix_caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(
+        self,
+        *,
+        block_size: int,
+        num_groups: int,
+        num_tokens: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool,
+    ) -> None:
+        self.replica = Replica(
+            num_blocks=num_tokens // block_size * num_groups,
+            block_size=block_size,
+            num_groups=num_groups,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids={0},
+        )
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        prompt=prompts,
+        priority=st.sampled_from([0, 0, 0, 1, 2]),
+        salt=st.sampled_from([b"", b"", b"", b"tenant", None]),
+        n=st.sampled_from([1, 1, 2, 4]),
+        max_tokens=st.one_of(st.none(), st.integers(1, MAX_OUTPUT_TOKENS)),
+        min_tokens=st.sampled_from([0, 0, 4]),
+        ignore_eos=st.booleans(),
+        stop_token_ids=st.sampled_from([(), (), (1,)]),
+        temperature=st.sampled_from([0.0, 1.0]),
+        seed=st.integers(0, 3),
+    )
+    def add(self, *, name: str, prompt: tuple[int, ...], max_tokens: int | None, **options: object) -> None:
+        """Add a request that the engine would accept, unless one of that name still runs."""
+        if name in self.live:
+            return
+        prompt = prompt[: self.replica.limits.max_model_len - 1] or (0,)
+        room = self.replica.limits.max_model_len - len(prompt)
+        max_tokens = None if max_tokens is None else min(max_tokens, room)
+        options["min_tokens"] = min(options["min_tokens"], room if max_tokens is None else max_tokens)
+        self.replica.add(name, prompt, max_tokens=max_tokens, **options)
+
+    @rule(name=st.sampled_from(NAMES))
+    def abort(self, *, name: str) -> None:
+        """Abort a request in whatever state it is, ended and unknown ones too."""
+        num_live = self.live.count(name)
+        assert len(self.replica.abort(name)) == num_live
+        assert self.replica.abort(name) == []
+
+    @rule(num_steps=st.integers(1, 8))
+    def step(self, *, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.replica.step()
+
+    @rule(failure=st.sampled_from(["before it began", "half-way"]))
+    def failed_step(self, *, failure: Failure) -> None:
+        self.replica.step(failure)
+
+    @precondition(lambda self: self.replica.pool.num_cached)
+    @rule()
+    def clear_cache(self) -> None:
+        self.replica.pool.clear_cache()
+        self.replica.is_cache_cleared = True
+
+    def teardown(self) -> None:
+        if not hasattr(self, "replica"):
+            return
+        replica = self.replica
+        # The first in order gets a token or more in each step, and may first wait for blocks that others compute.
+        longest = replica.limits.max_model_len
+        replica.run(max_steps=10 + 3 * longest * len(self.live))
+        assert replica.ends.keys() == replica.tokens.keys()
+        replica.check_outputs()
+
+    @property
+    def live(self) -> list[str]:
+        """The name of each sequence that has not ended."""
+        return [sequence_id.partition("/")[0] for sequence_id in self.replica.tokens.keys() - self.replica.ends.keys()]
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=40)

@@ -1,0 +1,181 @@
+"""The pool of KV blocks: who holds each, what it caches, which goes next.
+
+A block is in one of three states:
+
+    free, nothing cached  --allocate-->  held  --seal-->  held, cached
+           ^                               |                 |
+           +----------- release -----------+                 | release (last holder)
+           |                                                 v
+           +------------- evicted by allocate --------- free, cached  --acquire--> held, cached
+
+`release` takes a sequence's blocks tail first, so that of a chain of cached blocks the tail is always evicted before
+the blocks it depends on. Only ids and counts live here; the bytes are the runner's.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from pagoda.worker.block_hash import BlockHash
+from pagoda.worker.errors import IntegrityError
+
+
+class BlockKey(NamedTuple):
+    """What a sealed block is found by: the chain up to it and the group of layers it belongs to."""
+
+    block_hash: BlockHash
+    group: int
+
+
+class Block:
+    """One block. `prev` and `next` link it into the free queue while nobody holds it."""
+
+    __slots__ = ("block_id", "key", "next", "prev", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.key: BlockKey | None = None
+        self.prev: Block | None = None
+        self.next: Block | None = None
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, refs={self.ref_count}, cached={self.key is not None})"
+
+
+class FreeQueue:
+    """Free blocks in the order they will be taken. A linked list through the blocks: any of them leaves in O(1)."""
+
+    def __init__(self) -> None:
+        self._ends = Block(-1)
+        self._ends.prev = self._ends.next = self._ends
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterable[Block]:
+        block = self._ends.next
+        while block is not None and block is not self._ends:
+            yield block
+            block = block.next
+
+    def append(self, block: Block) -> None:
+        """Add as the last to be taken."""
+        assert self._ends.prev is not None
+        self._link(self._ends.prev, block)
+
+    def append_left(self, block: Block) -> None:
+        """Add as the next to be taken."""
+        self._link(self._ends, block)
+
+    def pop_left(self) -> Block:
+        block = self._ends.next
+        if block is None or block is self._ends:
+            raise IntegrityError("the free queue is empty")
+        self.remove(block)
+        return block
+
+    def remove(self, block: Block) -> None:
+        before, after = block.prev, block.next
+        if before is None or after is None:
+            raise IntegrityError(f"{block} is not in the free queue")
+        before.next, after.prev = after, before
+        block.prev = block.next = None
+        self._length -= 1
+
+    def _link(self, before: Block, block: Block) -> None:
+        if block.next is not None:
+            raise IntegrityError(f"{block} is in the free queue already")
+        after = before.next
+        assert after is not None
+        block.prev, block.next = before, after
+        before.next = after.prev = block
+        self._length += 1
+
+
+class BlockPool:
+    """All blocks of a replica. Not thread-safe: the engine thread owns it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._blocks = [Block(i) for i in range(num_blocks)]
+        self._free = FreeQueue()
+        self._index: dict[BlockKey, Block] = {}
+        for block in self._blocks:
+            self._free.append(block)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by key."""
+        return len(self._index)
+
+    def lookup(self, key: BlockKey) -> Block | None:
+        """The block cached under `key`. It stays evictable until it is acquired."""
+        return self._index.get(key)
+
+    def allocate(self) -> Block:
+        """Take the next free block, dropping what it cached. Raises `IntegrityError` if none is free."""
+        block = self._free.pop_left()
+        if block.key is not None:
+            self.withdraw(block)
+        block.ref_count = 1
+        return block
+
+    def acquire(self, block: Block) -> None:
+        """Hold `block` once more."""
+        if block.ref_count == 0:
+            self._free.remove(block)
+        block.ref_count += 1
+
+    def release(self, block: Block) -> None:
+        """Give up one hold. The last one frees the block: kept for later if cached, else reused first."""
+        if block.ref_count < 1:
+            raise IntegrityError(f"{block} released while nobody holds it")
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            if block.key is not None:
+                self._free.append(block)
+            else:
+                self._free.append_left(block)
+
+    def seal(self, block: Block, key: BlockKey) -> Block:
+        """Make a full block findable. Returns the block found under `key` from now on: an older one stays."""
+        canonical = self._index.setdefault(key, block)
+        if canonical is block:
+            block.key = key
+        return canonical
+
+    def withdraw(self, block: Block) -> None:
+        """Make `block` unfindable; who holds it keeps it."""
+        if block.key is not None:
+            del self._index[block.key]
+            block.key = None
+
+    def clear_cache(self) -> None:
+        """Make every block unfindable."""
+        for block in list(self._index.values()):
+            self.withdraw(block)
+
+    def check_integrity(self, holds: Mapping[int, int]) -> None:
+        """Raise `IntegrityError` unless counts, queue and index agree with `holds` (block id -> holders)."""
+        free_ids = [block.block_id for block in self._free]
+        if len(free_ids) != len(self._free) or len(set(free_ids)) != len(free_ids):
+            raise IntegrityError("the free queue's length or links are wrong")
+        free = set(free_ids)
+        for block in self._blocks:
+            if block.ref_count != holds.get(block.block_id, 0):
+                raise IntegrityError(f"{block} has {holds.get(block.block_id, 0)} holders")
+            if (block.ref_count == 0) != (block.block_id in free):
+                raise IntegrityError(f"{block} is {'in' if block.block_id in free else 'not in'} the free queue")
+            if block.key is not None and self._index.get(block.key) is not block:
+                raise IntegrityError(f"{block} has a key that does not find it")
+        if any(block.key != key for key, block in self._index.items()):
+            raise IntegrityError("the index finds a block under a key that is not its own")

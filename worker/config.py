@@ -1,0 +1,92 @@
+"""An engine's settings: validated when made, resolved once, never written again."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pagoda.worker.errors import ConfigError
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+GIB = 2**30
+
+
+def require_in_range(name: str, value: float, low: float, high: float) -> None:
+    """Raise `ConfigError` naming the setting unless low <= value <= high."""
+    if not low <= value <= high:
+        raise ConfigError(f"{name} must be between {low} and {high}, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache on the device."""
+
+    block_size: int = 16
+    """Tokens per block."""
+    memory_bytes: int = GIB
+    """Memory for KV blocks; unused if `num_blocks` is given."""
+    num_blocks: int | None = None
+    """Blocks in the pool; None takes as many as fit `memory_bytes`."""
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        require_in_range("block_size", self.block_size, 1, 1024)
+        if self.num_blocks is None:
+            require_in_range("memory_bytes", self.memory_bytes, 1, 2**50)
+        else:
+            require_in_range("num_blocks", self.num_blocks, 1, 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What one step may hold."""
+
+    max_num_seqs: int = 64
+    """Sequences that run at once."""
+    max_num_batched_tokens: int = 1024
+    """Tokens computed in one step; longer prompts are computed in chunks."""
+    max_num_waiting: int = 4096
+    """Sequences that may wait; one more is refused."""
+
+    def __post_init__(self) -> None:
+        require_in_range("max_num_seqs", self.max_num_seqs, 1, 65536)
+        require_in_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**24)
+        require_in_range("max_num_waiting", self.max_num_waiting, 1, 2**24)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything one replica is built from."""
+
+    model_path: Path
+    """A Hugging Face model folder."""
+    dtype: Dtype = "auto"
+    """Computation type; auto takes the checkpoint's."""
+    device: str = "auto"
+    """A torch device, such as `cpu` or `cuda:0`; auto takes a GPU where there is one."""
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens; None takes the model's own."""
+    num_threads: int | None = None
+    """CPU threads for tensor work; None takes torch's default."""
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
+            raise ConfigError(f"dtype must be auto, bfloat16, float16 or float32, got {self.dtype!r}")
+        if self.max_model_len is not None:
+            require_in_range("max_model_len", self.max_model_len, 2, 2**24)
+        if self.num_threads is not None:
+            require_in_range("num_threads", self.num_threads, 1, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What a request must respect to be accepted. An ingress checks the same limits before it sends one."""
+
+    max_model_len: int
+    """Longest prompt plus output, tokens: the model's, the config's and the pool's smallest."""
+    vocab_size: int
+    max_num_seqs: int
+    """Sequences that run at once."""
+    max_num_waiting: int
+    """Sequences that may wait."""

@@ -1,0 +1,235 @@
+"""The engine: one thread that owns scheduler and KV state, and turns requests into tokens.
+
+    add, abort, drain (any thread)  -->  inbox  -->  engine thread: step, step, ...  -->  on_outputs(list)
+
+`on_outputs` is called on the engine's thread, once per step, with everything that step brought; it must not block.
+Every accepted sequence gets exactly one output with a `finish_reason`. Standard library only.
+"""
+
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from pagoda.worker.block_hash import BlockHash, HashDomain
+from pagoda.worker.config import EngineLimits
+from pagoda.worker.errors import EngineStoppedError, IntegrityError, InvalidRequestError, OverloadedError
+from pagoda.worker.executor import Executor
+from pagoda.worker.scheduler import Scheduler, SchedulerStats
+from pagoda.worker.types import MAX_SEED, FinishReason, Request, RequestId, SamplingParams, SequenceOutput
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3
+"""Failed steps in a row after which the engine gives up."""
+IDLE_CHECK_S = 0.5
+"""Idle time after which the engine checks its bookkeeping, once."""
+_JOIN_S = 30.0
+
+
+def check_request(prompt_token_ids: Iterable[int], sampling: SamplingParams, limits: EngineLimits) -> None:
+    """Raise `InvalidRequestError` if the engine would refuse this request, whatever its load.
+
+    Anyone may call it before sending a request; the engine calls it again.
+    """
+    sampling.validate()
+    prompt = tuple(prompt_token_ids)
+    if not prompt:
+        raise InvalidRequestError("prompt", "must hold at least one token")
+    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+        raise InvalidRequestError("prompt", f"token ids must be in [0, {limits.vocab_size})")
+    if any(token >= limits.vocab_size for token in sampling.stop_token_ids):
+        raise InvalidRequestError("stop_token_ids", f"token ids must be in [0, {limits.vocab_size})")
+    room = limits.max_model_len - len(prompt)
+    if room < 1:
+        raise InvalidRequestError(
+            "prompt",
+            f"is {len(prompt)} tokens long; prompt and output together may have {limits.max_model_len}",
+        )
+    for name in ("max_tokens", "min_tokens"):
+        value = getattr(sampling, name)
+        if value is not None and value > room:
+            raise InvalidRequestError(
+                name,
+                f"{value} is too much: the prompt has {len(prompt)} of the {limits.max_model_len} tokens "
+                f"that prompt and output together may have",
+            )
+    if sampling.n > limits.max_num_waiting:
+        raise InvalidRequestError("n", f"at most {limits.max_num_waiting} samples can ever wait here")
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    request: Request
+    seed: int
+    hash_root: BlockHash | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: RequestId
+
+
+class Engine:
+    """Owns a scheduler and an executor. Start it, add requests, shut it down; it starts only once."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        hash_domain: HashDomain,
+        *,
+        on_outputs: Callable[[list[SequenceOutput]], None],
+    ) -> None:
+        self.limits = scheduler.limits
+        self._scheduler = scheduler
+        self._executor = executor
+        self._hash_domain = hash_domain
+        self._on_outputs = on_outputs
+        self._wake = threading.Condition()
+        """Guards the fields below, which any thread may touch."""
+        self._inbox: deque[_Add | _Abort] = deque()
+        self._live: dict[RequestId, set[int]] = {}
+        """Accepted requests and which of their samples have not ended."""
+        self._num_live_sequences = 0
+        self._accepting = True
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._num_failed_steps = 0
+        self._thread = threading.Thread(target=self._run, name="pagoda-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine died, if it did. A dead engine has ended all its requests and takes none."""
+        return self._failure
+
+    def stats(self) -> SchedulerStats:
+        """Counters as of the last step."""
+        return self._scheduler.snapshot()
+
+    def add(self, request: Request) -> None:
+        """Accept a request; its outputs go to `on_outputs`.
+
+        Raises:
+            InvalidRequestError: the request can never be served.
+            OverloadedError: too many sequences wait.
+            EngineStoppedError: the engine drains, was shut down or died.
+        """
+        check_request(request.prompt_token_ids, request.sampling, self.limits)
+        num_samples = request.sampling.n
+        seed = request.sampling.seed
+        root = replace(self._hash_domain, salt=request.salt).root()
+        with self._wake:
+            if not self._accepting:
+                raise EngineStoppedError("the engine takes no requests any more")
+            if request.request_id in self._live:
+                raise InvalidRequestError("request_id", f"{request.request_id} is in use")
+            if self._num_live_sequences + num_samples > self.limits.max_num_seqs + self.limits.max_num_waiting:
+                raise OverloadedError(f"{self._num_live_sequences} sequences run or wait already")
+            self._live[request.request_id] = set(range(num_samples))
+            self._num_live_sequences += num_samples
+            self._inbox.append(_Add(request, secrets.randbelow(MAX_SEED + 1) if seed is None else seed, root))
+            self._wake.notify_all()
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request. Its sequences get a last output with reason `abort`; unknown ids are ignored."""
+        with self._wake:
+            if request_id in self._live:
+                self._inbox.append(_Abort(request_id))
+                self._wake.notify_all()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take no more requests and wait until none is left. Returns whether that was reached in time."""
+        with self._wake:
+            self._accepting = False
+            return self._wake.wait_for(lambda: not self._live, timeout_s)
+
+    def shutdown(self) -> None:
+        """End what is left with reason `abort` and stop the thread. May be called twice."""
+        with self._wake:
+            self._accepting = False
+            self._stopping = True
+            self._wake.notify_all()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+
+    # -- engine thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                if self._scheduler.has_work():
+                    self._step()
+        except Exception as error:
+            logger.exception("the engine stops: its state cannot be trusted any more")
+            self._failure = error
+        finally:
+            self._end_everything()
+            self._executor.shutdown()
+
+    def _take_commands(self) -> bool:
+        """Apply what came in, waiting for it while there is nothing to do. False once the engine should stop."""
+        if not self._scheduler.has_work() and not self._wait_for_command(IDLE_CHECK_S):
+            # Idle is when a leak would show, and when looking for one delays nobody.
+            self._scheduler.check_integrity()
+            self._wait_for_command(None)
+        with self._wake:
+            if self._stopping:
+                return False
+            commands = list(self._inbox)
+            self._inbox.clear()
+        for command in commands:
+            if isinstance(command, _Add):
+                self._scheduler.add(command.request, seed=command.seed, hash_root=command.hash_root)
+            else:
+                self._emit(self._scheduler.abort(command.request_id))
+        return True
+
+    def _wait_for_command(self, timeout_s: float | None) -> bool:
+        with self._wake:
+            return self._wake.wait_for(lambda: bool(self._inbox) or self._stopping, timeout_s)
+
+    def _step(self) -> None:
+        plan = self._scheduler.schedule()
+        try:
+            result = self._executor.execute(plan)
+        except IntegrityError:
+            raise
+        except Exception as error:
+            logger.exception("step %d failed; its %d sequences end", plan.step, len(plan.num_scheduled_tokens))
+            self._emit(self._scheduler.fail(plan, f"the step that computed it failed: {error}"))
+            self._num_failed_steps += 1
+            if self._num_failed_steps >= MAX_FAILED_STEPS:
+                raise EngineStoppedError(f"{MAX_FAILED_STEPS} steps failed in a row") from error
+            return
+        self._num_failed_steps = 0
+        self._emit(self._scheduler.update(plan, result))
+
+    def _emit(self, outputs: list[SequenceOutput]) -> None:
+        if not outputs:
+            return
+        self._on_outputs(outputs)
+        ended = [output for output in outputs if output.finish_reason is not None]
+        if ended:
+            with self._wake:
+                for output in ended:
+                    samples = self._live[output.request_id]
+                    samples.remove(output.index)
+                    self._num_live_sequences -= 1
+                    if not samples:
+                        del self._live[output.request_id]
+                self._wake.notify_all()
+
+    def _end_everything(self) -> None:
+        """The thread's last act: whatever was accepted ends, even if the scheduler's state cannot be trusted."""
+        error = None if self._failure is None else f"the engine died: {self._failure}"
+        reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+        with self._wake:
+            self._accepting = False
+            live = [(request_id, index) for request_id, samples in self._live.items() for index in sorted(samples)]
+        self._emit([SequenceOutput(i, index, (), finish_reason=reason, error=error) for i, index in live])

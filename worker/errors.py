@@ -1,0 +1,46 @@
+"""Every error the worker raises on purpose.
+
+    PagodaError
+    ├── ConfigError           a setting is wrong; names the field and what is allowed
+    ├── ModelError            a model folder cannot be used; names the file or tensor
+    ├── InvalidRequestError   the client's mistake; names the field; raised before any work
+    ├── OverloadedError       the waiting queue is full; try again later
+    ├── EngineStoppedError    the engine is draining, stopped or dead
+    └── IntegrityError        our own bookkeeping is wrong; stops the replica
+"""
+
+
+class PagodaError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(PagodaError):
+    """A setting is out of range, unknown or contradicts another one."""
+
+
+class ModelError(PagodaError):
+    """A model folder is missing, incomplete or of an unsupported kind."""
+
+
+class InvalidRequestError(PagodaError):
+    """A request that cannot be served as it stands. `field` is the API name of the offending field."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(field, message)
+        self.field = field
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
+
+
+class OverloadedError(PagodaError):
+    """No room in the waiting queue."""
+
+
+class EngineStoppedError(PagodaError):
+    """The engine takes no requests any more."""
+
+
+class IntegrityError(PagodaError):
+    """Block bookkeeping contradicts itself: a bug, never the client's fault."""

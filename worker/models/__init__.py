@@ -1,0 +1,1 @@
+"""Model architectures and what is needed to load them."""

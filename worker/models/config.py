@@ -1,0 +1,145 @@
+"""What a Hugging Face `config.json` says about a decoder, checked before anything is loaded."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagoda.kernels.rope import RopeConfig
+from pagoda.worker.errors import ModelError
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ROPE = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder of the Llama family."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    max_position: int
+    """Longest context the model was made for, tokens."""
+    rms_norm_eps: float
+    rope: RopeConfig
+    dtype: str
+    """Type of the checkpoint's weights."""
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    """Whether attention's output projection has a bias."""
+    mlp_bias: bool
+    qk_norm: bool
+    """Whether queries and keys are normalised per head (Qwen3)."""
+    eos_token_ids: frozenset[int]
+
+    @staticmethod
+    def from_folder(folder: Path) -> "ModelConfig":
+        """Read `config.json` and `generation_config.json`. Raises `ModelError` naming file and key."""
+        raw = _read_json(folder / "config.json")
+        try:
+            return _parse(raw, _eos_token_ids(folder, raw))
+        except ModelError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            problem = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ModelError(f"{folder / 'config.json'}: {problem}") from error
+
+
+def _parse(raw: dict[str, Any], eos_token_ids: frozenset[int]) -> ModelConfig:
+    architectures = raw.get("architectures") or ["(none)"]
+    architecture = str(architectures[0])
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise ModelError(
+            f"architectures: {architecture} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    if raw.get("quantization_config"):
+        raise ModelError("quantization_config: quantised checkpoints are not supported")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"hidden_act: {raw['hidden_act']} is not supported; supported: silu")
+    num_heads = int(raw["num_attention_heads"])
+    num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
+    hidden_size = int(raw["hidden_size"])
+    if num_heads % num_kv_heads:
+        raise ModelError(f"num_attention_heads: {num_heads} is not a multiple of num_key_value_heads, {num_kv_heads}")
+    is_qwen = architecture.startswith("Qwen")
+    attention_bias = bool(raw.get("attention_bias", False))
+    return ModelConfig(
+        architecture=architecture,
+        num_layers=int(raw["num_hidden_layers"]),
+        hidden_size=hidden_size,
+        intermediate_size=int(raw["intermediate_size"]),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=int(raw.get("head_dim") or hidden_size // num_heads),
+        vocab_size=int(raw["vocab_size"]),
+        max_position=_max_position(raw, is_qwen=is_qwen),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=_rope(raw),
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=True if architecture == "Qwen2ForCausalLM" else attention_bias,
+        output_bias=False if architecture == "Qwen2ForCausalLM" else attention_bias,
+        mlp_bias=bool(raw.get("mlp_bias", False)) and not is_qwen,
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def _max_position(raw: dict[str, Any], *, is_qwen: bool) -> int:
+    """Up to a sliding window's length, windowed and full attention are the same; longer contexts are refused."""
+    max_position = int(raw.get("max_position_embeddings", 2048))
+    window = raw.get("sliding_window")
+    if window is None or (is_qwen and not raw.get("use_sliding_window", False)):
+        return max_position
+    return min(max_position, int(window))
+
+
+def _rope(raw: dict[str, Any]) -> RopeConfig:
+    """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before)."""
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    if kind not in SUPPORTED_ROPE:
+        raise ModelError(f"rope_type: {kind} is not supported; supported: {', '.join(SUPPORTED_ROPE)}")
+    if float(raw.get("partial_rotary_factor") or scaling.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ModelError("partial_rotary_factor: only 1.0 is supported")
+    rope = RopeConfig(
+        theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        kind=kind,
+        factor=float(scaling["factor"]) if kind != "default" else 1.0,
+        low_freq_factor=float(scaling["low_freq_factor"]) if kind == "llama3" else 1.0,
+        high_freq_factor=float(scaling["high_freq_factor"]) if kind == "llama3" else 4.0,
+        original_max_position=int(scaling["original_max_position_embeddings"]) if kind == "llama3" else 8192,
+    )
+    if not (math.isfinite(rope.theta) and rope.theta > 0 and rope.factor >= 1):
+        raise ModelError(f"rope_parameters: theta must be positive and factor at least 1, got {scaling}")
+    return rope
+
+
+def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
+    """End-of-sequence ids of the model and of its generation defaults, which chat models extend."""
+    ids: set[int] = set()
+    path = folder / "generation_config.json"
+    for source in (raw, _read_json(path) if path.exists() else {}):
+        value = source.get("eos_token_id")
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(ids)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist: not a Hugging Face model folder") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} does not hold a JSON object")
+    return raw

@@ -1,0 +1,87 @@
+"""One rank: builds a step's inputs, runs the model, samples.
+
+What may not go in here: deciding what runs (the scheduler does), requests and their life, which kernel runs
+(`kernels/dispatch.py` does), loading (`build.py` does).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagoda.kernels.interface import AttentionBatch, Operators
+from pagoda.worker.input_batch import InputBatch, StepInputs
+from pagoda.worker.models.llama import LlamaModel
+from pagoda.worker.sampler import sample
+from pagoda.worker.types import ModelRunnerOutput, SchedulerOutput
+
+
+class Runner:
+    """Implements `Executor` in this process, on one device."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        ops: Operators[Any],
+        cache_NL2PKD: torch.Tensor,
+        batch: InputBatch,
+    ) -> None:
+        self._model = model
+        self._ops = ops
+        self._cache_NL2PKD = cache_NL2PKD
+        self._batch = batch
+        self._device = cache_NL2PKD.device
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self._batch.apply(plan)
+        if not plan.num_scheduled_tokens:
+            return ModelRunnerOutput({})
+        with torch.inference_mode():
+            if plan.block_copies:
+                self._ops.copy_blocks(self._cache_NL2PKD, plan.block_copies)
+            inputs = self._batch.build(plan)
+            hidden_TE = self._model(
+                self._to_device(inputs.token_ids_T),
+                self._to_device(inputs.positions_T),
+                self._cache_NL2PKD,
+                self._plan_attention(inputs),
+            )
+            sampled = {}
+            if inputs.sampled:
+                logits_BV = self._model.logits(hidden_TE[self._to_device(inputs.last_token_indices)])
+                tokens = sample(logits_BV, [row for _, row in inputs.sampled])
+                sampled = {sequence_id: token for (sequence_id, _), token in zip(inputs.sampled, tokens, strict=True)}
+        self._batch.finish(plan, sampled)
+        return ModelRunnerOutput(sampled)
+
+    def shutdown(self) -> None:
+        self._cache_NL2PKD = torch.empty(0)
+
+    def _plan_attention(self, inputs: StepInputs) -> object:
+        batch = AttentionBatch(
+            block_table_BM=self._to_device(inputs.block_table_BM),
+            query_start_loc=self._to_device(inputs.query_start_loc),
+            seq_lens_B=self._to_device(inputs.seq_lens_B),
+            slot_mapping_T=self._to_device(inputs.slot_mapping_T),
+            num_decodes=inputs.num_decodes,
+            query_lens=tuple(np.diff(inputs.query_start_loc).tolist()),
+            seq_lens=tuple(inputs.seq_lens_B.tolist()),
+        )
+        return self._ops.plan(batch, self._cache_NL2PKD.shape[3], self._cache_NL2PKD.dtype)
+
+    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within, new floating-point tensors have `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

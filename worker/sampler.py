@@ -1,0 +1,108 @@
+"""Chooses the next tokens of a batch.
+
+Randomness is counter-based: the number a token is drawn with depends only on its sequence's seed and its index in the
+output, so a request draws the same numbers alone, batched, preempted or resumed elsewhere. The draw walks the kept
+probabilities in token order, so it is independent of how the filters sort.
+
+Dimensions: B sequences, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from pagoda.worker.input_batch import Row
+
+_FIRST_LOOK = 1024
+"""Most probable tokens that top-p looks at before it sorts the whole vocabulary."""
+
+
+def sample(logits_BV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    """One token per sequence. `logits_BV` is mutated where `min_tokens` bans a token."""
+    _ban_early_ends(logits_BV, rows)
+    tokens_B = logits_BV.argmax(-1)
+    random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+    if random:
+        tokens_B[random] = _draw(logits_BV[random].float(), [rows[index] for index in random])
+    tokens: list[int] = tokens_B.tolist()
+    return tokens
+
+
+def uniform(seeds: Sequence[int], counters: Sequence[int]) -> np.ndarray:
+    """One float64 in [0, 1) for each (seed, counter), a pure function of the two.
+
+    Source: SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), applied to the counter and then to the seed.
+    """
+    mixed = _mix(_mix(np.asarray(counters, np.uint64)) ^ np.asarray(seeds, np.uint64))
+    unit: np.ndarray = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return unit
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+def _ban_early_ends(logits_BV: torch.Tensor, rows: Sequence[Row]) -> None:
+    for index, row in enumerate(rows):
+        if row.num_output_tokens < row.sampling.min_tokens:
+            banned = set(row.sampling.stop_token_ids)
+            if not row.sampling.ignore_eos:
+                banned |= row.eos_token_ids
+            logits_BV[index, sorted(banned)] = float("-inf")
+
+
+def _draw(logits_BV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Draw from softmax(logits / temperature) after top-k, top-p and min-p."""
+    vocab_size = logits_BV.shape[-1]
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits_BV.device)[:, None]
+
+    temperature_B1 = column([max(row.sampling.temperature, 1e-5) for row in rows])
+    top_k = [row.sampling.top_k if 0 < row.sampling.top_k < vocab_size else vocab_size for row in rows]
+    top_p_B1 = column([row.sampling.top_p for row in rows])
+    min_p_B1 = column([row.sampling.min_p for row in rows])
+
+    logits_BV = logits_BV / temperature_B1
+    if min(top_k) < vocab_size:
+        _keep_top_k(logits_BV, top_k)
+    probs_BV = logits_BV.softmax(-1)
+    if bool((top_p_B1 < 1).any()):
+        _keep_top_p(probs_BV, top_p_B1)
+    if bool((min_p_B1 > 0).any()):
+        probs_BV.masked_fill_(probs_BV < min_p_B1 * probs_BV.amax(-1, keepdim=True), 0)
+
+    cumulative_BV = probs_BV.double().cumsum(-1)
+    unit = uniform([row.seed for row in rows], [row.num_output_tokens for row in rows])
+    target_B1 = torch.from_numpy(unit).to(probs_BV.device)[:, None] * cumulative_BV[:, -1:]
+    tokens_B = torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0]
+    # Rounding may put the target on the total, past the last token that has any probability.
+    last_B = vocab_size - 1 - (probs_BV > 0).flip(-1).int().argmax(-1)
+    return torch.minimum(tokens_B, last_B)
+
+
+def _keep_top_k(logits_BV: torch.Tensor, top_k: list[int]) -> None:
+    """Ban all but the k largest of each row (and what ties with the k-th). Mutates."""
+    vocab_size = logits_BV.shape[-1]
+    largest_BK = logits_BV.topk(max(k for k in [*top_k, 0] if k < vocab_size), dim=-1).values
+    for index, k in enumerate(top_k):
+        if k < vocab_size:
+            row_V = logits_BV[index]
+            row_V.masked_fill_(row_V < largest_BK[index, k - 1], float("-inf"))
+
+
+def _keep_top_p(probs_BV: torch.Tensor, top_p_B1: torch.Tensor) -> None:
+    """Zero all but the smallest set of most probable tokens that reaches top-p. Mutates."""
+    sorted_BK = probs_BV.topk(min(_FIRST_LOOK, probs_BV.shape[-1]), dim=-1).values
+    if bool((sorted_BK.sum(-1, keepdim=True) < top_p_B1).any()):
+        sorted_BK = probs_BV.sort(-1, descending=True).values
+    before_BK = sorted_BK.cumsum(-1) - sorted_BK
+    # A token is kept if those before it have not reached top-p yet; the first always is.
+    num_kept_B1 = (before_BK < top_p_B1).sum(-1, keepdim=True).clamp(min=1)
+    threshold_B1 = sorted_BK.gather(-1, num_kept_B1 - 1)
+    probs_BV.masked_fill_(probs_BV < threshold_B1, 0)

@@ -1,0 +1,385 @@
+"""Decides what each step computes. Standard library only: no tensors, no clock, no threads.
+
+One step is schedule -> run -> sample -> update:
+
+    plan = scheduler.schedule()          # who runs, with how many tokens, in which blocks
+    result = executor.execute(plan)
+    outputs = scheduler.update(plan, result)      # or scheduler.fail(plan, error) if execute raised
+
+Rules that hold at all times:
+
+- A sequence is admitted only if all its tokens fit the free blocks, which it then gets; so a prompt computed in chunks
+  never gets stuck half-way, and only decoding allocates later.
+- When decoding needs a block and none is free, the running sequence that goes last (by priority, then arrival) is
+  preempted: its blocks are freed, and it computes its tokens again later. A step that preempts admits nobody.
+- A sequence that goes first can therefore always run: nobody starves.
+- A waiting sequence whose next block a running one is about to compute waits for it, but no longer than computing it
+  itself would take; others may pass it meanwhile.
+"""
+
+from bisect import insort
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from operator import attrgetter
+
+from pagoda.worker.block_hash import BlockHash
+from pagoda.worker.config import EngineLimits, SchedulerConfig
+from pagoda.worker.errors import IntegrityError
+from pagoda.worker.kv_manager import KVManager
+from pagoda.worker.sequence import Sequence, SequenceState
+from pagoda.worker.types import (
+    FinishReason,
+    ModelRunnerOutput,
+    NewSequence,
+    Request,
+    RequestId,
+    SchedulerOutput,
+    SequenceId,
+    SequenceOutput,
+)
+
+_ORDER = attrgetter("order")
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+_SEED_MASK = 2**63 - 1
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counts since the start, and sizes now."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_preemptions: int = 0
+    num_preempted_tokens: int = 0
+    """Computed tokens that preemption threw away."""
+    num_computed_tokens: int = 0
+    """Tokens put through the model."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens of admitted sequences."""
+    num_cached_tokens: int = 0
+    """Of these, tokens that a cached or shared block spared."""
+
+
+class Scheduler:
+    """Continuous batching over one KV manager. Not thread-safe: the engine thread owns it."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        limits: EngineLimits,
+        manager: KVManager,
+        *,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.config = config
+        self.limits = limits
+        self.manager = manager
+        self.eos_token_ids = eos_token_ids
+        self.stats = SchedulerStats()
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self._requests: dict[RequestId, list[Sequence]] = {}
+        self._running: list[Sequence] = []
+        """In order: who goes first, first."""
+        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
+        """A heap. Sequences that ended while waiting are dropped when they surface."""
+        self._num_waiting = 0
+        self._dropped: list[SequenceId] = []
+        self._arrivals = 0
+        self._step = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def add(self, request: Request, *, seed: int, hash_root: BlockHash | None) -> None:
+        """Queue a validated request's samples. `hash_root` None keeps it out of the prefix cache."""
+        if request.request_id in self._requests:
+            raise IntegrityError(f"request {request.request_id} is here already")
+        self._arrivals += 1
+        room = self.limits.max_model_len - len(request.prompt_token_ids)
+        max_tokens = room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
+        parent = None
+        samples = []
+        for index in range(request.sampling.n):
+            sequence = Sequence(
+                request,
+                index,
+                arrival=self._arrivals,
+                seed=(seed + index * _SEED_STRIDE) & _SEED_MASK,
+                max_tokens=max_tokens,
+                eos_token_ids=self.eos_token_ids,
+                hash_root=hash_root,
+                block_size=self.manager.block_size,
+                parent=parent,
+            )
+            parent = parent or sequence
+            samples.append(sequence)
+            self._sequences[sequence.sequence_id] = sequence
+            self._push_waiting(sequence)
+        self._requests[request.request_id] = samples
+
+    def abort(self, request_id: RequestId) -> list[SequenceOutput]:
+        """End what is left of a request. Unknown and ended requests are ignored: aborts may come late or twice."""
+        return [
+            self._finish(sequence, FinishReason.ABORT)
+            for sequence in self._requests.get(request_id, ())
+            if sequence.state is not SequenceState.FINISHED
+        ]
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan one step. The plan may be empty if every waiting sequence waits for blocks."""
+        self._step += 1
+        plan = SchedulerOutput(step=self._step)
+        num_preemptions = self.stats.num_preemptions
+        self._make_room_for_urgent()
+        budget = self._schedule_running(plan, self.config.max_num_batched_tokens)
+        if self.stats.num_preemptions == num_preemptions:
+            self._admit(plan, budget)
+        plan.dropped, self._dropped = self._dropped, []
+        plan.block_updates = self.manager.take_updates()
+        return plan
+
+    def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[SequenceOutput]:
+        """Take a step's tokens. Returns one output per sequence that got a token."""
+        outputs = []
+        sampled = result.sampled
+        self.manager.finish_step()
+        for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
+            sequence = self._sequences[sequence_id]
+            sequence.num_computed_tokens += num_tokens
+            self.stats.num_computed_tokens += num_tokens
+            token_id = sampled.get(sequence_id)
+            if token_id is None:
+                continue
+            reason = sequence.append(token_id)
+            if reason is not None:
+                outputs.append(self._finish(sequence, reason, token_ids=(token_id,)))
+            else:
+                outputs.append(self._output(sequence, (token_id,)))
+        return outputs
+
+    def fail(self, plan: SchedulerOutput, error: str) -> list[SequenceOutput]:
+        """End every sequence of a step that could not be run; what the step published is withdrawn."""
+        self.manager.fail_step()
+        return [
+            self._finish(self._sequences[sequence_id], FinishReason.ERROR, error=error)
+            for sequence_id in plan.num_scheduled_tokens
+        ]
+
+    def snapshot(self) -> SchedulerStats:
+        """A copy of the counters, with the queue lengths as they are."""
+        return replace(self.stats, num_running=len(self._running), num_waiting=self._num_waiting)
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless queues, states and blocks agree."""
+        self.manager.check_integrity()
+        waiting = [sequence for _, sequence in self._waiting if sequence.state is SequenceState.WAITING]
+        if len(waiting) != self._num_waiting or len(waiting) + len(self._running) != len(self._sequences):
+            raise IntegrityError("a sequence is in no queue or in two")
+        if self._running != sorted(self._running, key=_ORDER) or len(self._running) > self.config.max_num_seqs:
+            raise IntegrityError("the running queue is out of order or too long")
+        for sequence in self._running:
+            table = self.manager.table(sequence)
+            if sequence.state is not SequenceState.RUNNING or sequence.num_computed_tokens >= sequence.num_tokens:
+                raise IntegrityError(f"{sequence.sequence_id} runs with nothing to compute")
+            if len(table.groups[0]) * self.manager.block_size < sequence.num_computed_tokens:
+                raise IntegrityError(f"{sequence.sequence_id} has computed more tokens than its blocks hold")
+        if not self._sequences and self.manager.pool.num_free != self.manager.pool.num_blocks:
+            raise IntegrityError("blocks are held while there is no request")
+
+    # -- one step, in its order ------------------------------------------------------------------
+
+    def _make_room_for_urgent(self) -> None:
+        """Let a waiting sequence of better priority take the place of the last running one, one per step."""
+        head = self._peek_waiting()
+        if head is None or not self._running or head.order[0] >= self._running[-1].order[0]:
+            return
+        is_full = len(self._running) >= self.config.max_num_seqs
+        if is_full or not self.manager.fits(head, self.manager.lookup(head)):
+            self._preempt(self._running[-1])
+
+    def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
+        """Decodes first, then prompts in chunks. Returns what is left of the budget."""
+        scheduled = plan.num_scheduled_tokens
+        block_size = self.manager.block_size
+        prefilling = []
+        for sequence in tuple(self._running):
+            num_computed = sequence.num_computed_tokens
+            if len(sequence.token_ids) - num_computed > 1:
+                prefilling.append(sequence)
+            elif sequence.state is SequenceState.RUNNING and self._extend(sequence):
+                if (num_computed + 1) % block_size == 0:
+                    self.manager.seal(sequence, num_computed + 1)
+                scheduled[sequence.sequence_id] = 1
+                budget -= 1
+        for sequence in prefilling:
+            if budget > 0 and sequence.state is SequenceState.RUNNING:
+                budget -= self._schedule_chunk(plan, sequence, budget)
+        return budget
+
+    def _extend(self, sequence: Sequence) -> bool:
+        """Make room for the next token, preempting from the end. False if the sequence itself had to go."""
+        while not self.manager.extend(sequence):
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _schedule_chunk(self, plan: SchedulerOutput, sequence: Sequence, budget: int) -> int:
+        num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+        plan.num_scheduled_tokens[sequence.sequence_id] = num_tokens
+        self.manager.seal(sequence, sequence.num_computed_tokens + num_tokens)
+        return num_tokens
+
+    def _admit(self, plan: SchedulerOutput, budget: int) -> None:
+        """Start waiting sequences in order while blocks, slots and budget last."""
+        passed = []
+        while budget > 0 and len(self._running) < self.config.max_num_seqs and len(passed) < self.config.max_num_seqs:
+            sequence = self._peek_waiting()
+            if sequence is None:
+                break
+            if self._must_wait(sequence):
+                passed.append(heappop(self._waiting))
+                continue
+            num_shared = self._start(plan, sequence)
+            if num_shared is None:
+                break
+            heappop(self._waiting)
+            self._num_waiting -= 1
+            self._run(plan, sequence, num_shared)
+            budget -= self._schedule_chunk(plan, sequence, budget)
+        for entry in passed:
+            heappush(self._waiting, entry)
+
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """Whether another sequence is about to compute what this one needs next."""
+        parent = sequence.parent
+        if parent is not None:
+            if parent.state is SequenceState.FINISHED:
+                sequence.parent = None
+            else:
+                return parent.num_computed_tokens < sequence.num_prompt_tokens
+        if not self.manager.enable_prefix_caching or sequence.hash_root is None:
+            return False
+        if sequence.waits_for is None or not self.manager.is_being_computed(sequence.waits_for):
+            num_hit = self.manager.lookup(sequence).num_blocks
+            if num_hit == len(sequence.block_hashes):
+                return False
+            missing = sequence.block_hashes[num_hit]
+            if not self.manager.is_being_computed(missing):
+                return False
+            if sequence.waits_for is None:
+                num_missing = sequence.num_tokens - num_hit * self.manager.block_size
+                sequence.wait_until_step = self._step - (-num_missing // self.config.max_num_batched_tokens)
+            sequence.waits_for = missing
+        return self._step < sequence.wait_until_step
+
+    def _start(self, plan: SchedulerOutput, sequence: Sequence) -> int | None:
+        """Give the sequence its blocks. Returns how many tokens of them are shared; None if they do not fit."""
+        block_size = self.manager.block_size
+        if sequence.parent is not None:
+            copies = self.manager.fork(sequence.parent, sequence)
+            if copies is None:
+                return None
+            plan.block_copies += copies
+            num_found = sequence.num_prompt_tokens
+            num_shared = num_found - num_found % block_size
+            sequence.parent = None
+        else:
+            hit = self.manager.lookup(sequence)
+            if not self.manager.admit(sequence, hit):
+                return None
+            num_found = num_shared = hit.num_blocks * block_size
+        # The last token is always computed: its logits are what the next one is sampled from.
+        sequence.num_computed_tokens = min(num_found, sequence.num_tokens - 1)
+        return num_shared
+
+    def _run(self, plan: SchedulerOutput, sequence: Sequence, num_shared_tokens: int) -> None:
+        sequence.state = SequenceState.RUNNING
+        sequence.waits_for = None
+        insort(self._running, sequence, key=_ORDER)
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            self.stats.num_prompt_tokens += sequence.num_prompt_tokens
+            self.stats.num_cached_tokens += sequence.num_cached_tokens
+        plan.new.append(
+            NewSequence(
+                sequence_id=sequence.sequence_id,
+                token_ids=tuple(sequence.token_ids),
+                num_output_tokens=sequence.num_output_tokens,
+                num_computed_tokens=sequence.num_computed_tokens,
+                num_shared_tokens=num_shared_tokens,
+                block_tables=self.manager.table(sequence).block_ids,
+                sampling=sequence.request.sampling,
+                seed=sequence.seed,
+                eos_token_ids=sequence.eos_token_ids,
+            )
+        )
+
+    # -- ends and queues -------------------------------------------------------------------------
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.stats.num_preemptions += 1
+        self.stats.num_preempted_tokens += sequence.num_computed_tokens
+        sequence.num_preemptions += 1
+        self._stop_running(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.state = SequenceState.WAITING
+        self._push_waiting(sequence)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        token_ids: tuple[int, ...] = (),
+        error: str | None = None,
+    ) -> SequenceOutput:
+        """The only way a sequence ends."""
+        if sequence.state is SequenceState.RUNNING:
+            self._stop_running(sequence)
+        else:
+            self._num_waiting -= 1
+        sequence.state = SequenceState.FINISHED
+        sequence.finish_reason = reason
+        del self._sequences[sequence.sequence_id]
+        samples = self._requests[sequence.request.request_id]
+        if all(sample.state is SequenceState.FINISHED for sample in samples):
+            del self._requests[sequence.request.request_id]
+        return self._output(sequence, token_ids, error)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        self.manager.free(sequence)
+        self._running.remove(sequence)
+        self._dropped.append(sequence.sequence_id)
+
+    def _output(self, sequence: Sequence, token_ids: tuple[int, ...], error: str | None = None) -> SequenceOutput:
+        return SequenceOutput(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            token_ids=token_ids,
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            error=error,
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
+
+    def _push_waiting(self, sequence: Sequence) -> None:
+        heappush(self._waiting, (sequence.order, sequence))
+        self._num_waiting += 1
+        if len(self._waiting) > 2 * self._num_waiting + 64:
+            self._waiting = [entry for entry in self._waiting if entry[1].state is SequenceState.WAITING]
+            heapify(self._waiting)
+
+    def _peek_waiting(self) -> Sequence | None:
+        while self._waiting and self._waiting[0][1].state is not SequenceState.WAITING:
+            heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None

@@ -1,0 +1,112 @@
+"""One sample of a request while the scheduler works on it.
+
+    WAITING --admit--> RUNNING --finish--> FINISHED
+       ^                  |
+       +---- preempt -----+            WAITING --abort--> FINISHED
+"""
+
+from enum import Enum
+
+from pagoda.worker.block_hash import BlockHash, extend_hashes
+from pagoda.worker.types import FinishReason, Request, SequenceId
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Mutable state of one sample. The scheduler owns it."""
+
+    __slots__ = (
+        "block_hashes",
+        "block_size",
+        "eos_token_ids",
+        "finish_reason",
+        "hash_root",
+        "index",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "order",
+        "parent",
+        "request",
+        "seed",
+        "sequence_id",
+        "state",
+        "stop_reason",
+        "token_ids",
+        "wait_until_step",
+        "waits_for",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        *,
+        arrival: int,
+        seed: int,
+        max_tokens: int,
+        eos_token_ids: frozenset[int],
+        hash_root: BlockHash | None,
+        block_size: int,
+        parent: "Sequence | None" = None,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.sequence_id = SequenceId(f"{request.request_id}/{index}")
+        self.order = (request.priority, arrival, index)
+        """Who goes first: lowest. Who is preempted first: highest."""
+        self.seed = seed
+        self.max_tokens = max_tokens
+        self.eos_token_ids = eos_token_ids
+        self.hash_root = hash_root
+        """None: its blocks are neither looked up nor published."""
+        self.block_size = block_size
+        self.parent = parent
+        """The sample whose prompt blocks this one will share; None once that is settled."""
+        self.state = SequenceState.WAITING
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.block_hashes: list[BlockHash] = []
+        self.waits_for: BlockHash | None = None
+        """The block that another sequence is computing for this one."""
+        self.wait_until_step = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | None = None
+        self._extend_hashes()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Take a sampled token. Returns why the sequence ends with it, if it does."""
+        self.token_ids.append(token_id)
+        if len(self.token_ids) % self.block_size == 0:
+            self._extend_hashes()
+        sampling = self.request.sampling
+        num_output_tokens = len(self.token_ids) - self.num_prompt_tokens
+        if num_output_tokens > sampling.min_tokens:
+            if not sampling.ignore_eos and token_id in self.eos_token_ids:
+                return FinishReason.STOP
+            if token_id in sampling.stop_token_ids:
+                self.stop_reason = token_id
+                return FinishReason.STOP
+        return FinishReason.LENGTH if num_output_tokens >= self.max_tokens else None
+
+    def _extend_hashes(self) -> None:
+        if self.hash_root is not None:
+            extend_hashes(self.block_hashes, self.hash_root, self.token_ids, self.block_size)

@@ -1,0 +1,146 @@
+"""Messages between the parts of a replica, and between a replica and who calls it. Standard library only."""
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+from pagoda.worker.errors import InvalidRequestError
+
+RequestId = NewType("RequestId", str)
+SequenceId = NewType("SequenceId", str)
+"""One sample of a request: `<request id>/<index>`."""
+
+MAX_SEED = 2**63 - 1
+MAX_STOP_STRINGS = 16
+MAX_SAMPLES = 128
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. Every accepted sequence ends with exactly one of these."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Names and meanings as in the OpenAI API and vLLM."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 or -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less probable than this times the most probable one."""
+    seed: int | None = None
+    """Same seed, same tokens, however the request is batched. None draws one."""
+    n: int = 1
+    """Samples per prompt."""
+    max_tokens: int | None = 16
+    """Most tokens to generate; None generates up to the context length."""
+    min_tokens: int = 0
+    """No end-of-sequence or stop token before this many."""
+    stop: tuple[str, ...] = ()
+    """Stop strings, not part of the output."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def validate(self) -> None:
+        """Raise `InvalidRequestError` naming the first field out of range."""
+
+        def require(condition: bool, name: str, allowed: str) -> None:
+            if not condition:
+                raise InvalidRequestError(name, f"must be {allowed}, got {getattr(self, name)!r}")
+
+        require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "a finite number >= 0")
+        require(self.top_k >= -1, "top_k", "-1 or 0 (off) or a positive integer")
+        require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
+        require(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
+        require(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", f"in [0, {MAX_SEED}]")
+        require(1 <= self.n <= MAX_SAMPLES, "n", f"in [1, {MAX_SAMPLES}]")
+        require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
+        require(self.min_tokens >= 0, "min_tokens", "at least 0")
+        require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"at most max_tokens ({self.max_tokens})",
+        )
+        require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
+        require(all(self.stop), "stop", "non-empty strings")
+        require(all(token >= 0 for token in self.stop_token_ids), "stop_token_ids", "token ids >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A tokenised request, as it enters the engine."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    """Lower goes first; equal priorities are first come, first served."""
+    salt: bytes = b""
+    """Only requests with the same salt share cached blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What one step brought for one sequence. The last one of a sequence carries `finish_reason`."""
+
+    request_id: RequestId
+    index: int
+    """Which of the request's `n` samples."""
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The stop token id that ended it, if one did other than end-of-sequence."""
+    error: str | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the cache when the sequence was first admitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """All a rank needs to run a sequence it does not hold: a new one, or one back from preemption."""
+
+    sequence_id: SequenceId
+    token_ids: tuple[int, ...]
+    num_output_tokens: int
+    """How many of `token_ids`, at their end, were generated."""
+    num_computed_tokens: int
+    """Tokens whose KV the block table already holds."""
+    num_shared_tokens: int
+    """Tokens in blocks that others may read: never written again."""
+    block_tables: tuple[tuple[int, ...], ...]
+    """Block ids, per group."""
+    sampling: SamplingParams
+    seed: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step's plan. Ranks keep state, so it says only what changed; apply it in the order of its fields."""
+
+    step: int
+    dropped: list[SequenceId] = field(default_factory=list)
+    """Sequences that ended or were preempted since the last step; ones a rank does not hold are ignored."""
+    new: list[NewSequence] = field(default_factory=list)
+    block_updates: list[tuple[SequenceId, int, int, int]] = field(default_factory=list)
+    """(sequence, group, index in its table, block id): appended or replaced table entries."""
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source, destination) block ids to copy, all groups and layers, before anything is written."""
+    num_scheduled_tokens: dict[SequenceId, int] = field(default_factory=dict)
+    """Tokens to compute per sequence; those that decode come first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """One token for each scheduled sequence that has none of its tokens left to compute."""
+
+    sampled: dict[SequenceId, int]

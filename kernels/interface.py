@@ -73,7 +73,11 @@ class Operators(Protocol, Generic[PlanT]):
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (rms_norm(x + residual), x + residual)."""
+        """Returns (rms_norm(x + residual) in x's dtype, x + residual).
+
+        The residual stream is float32 whatever x is: every layer adds to it, and what bfloat16 would round away there
+        flips close calls between tokens.
+        """
         ...
 
     def silu_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:

@@ -64,8 +64,8 @@ class ReferenceOperators:
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        total_TE = x_TE + residual_TE
-        return self.rms_norm(total_TE, weight_E, eps), total_TE
+        total_TE = x_TE.float() + residual_TE
+        return self.rms_norm(total_TE, weight_E.float(), eps).to(x_TE.dtype), total_TE
 
     def silu_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up_TF.float().chunk(2, dim=-1)

@@ -118,16 +118,17 @@ class TorchOperators:
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        total_TE = x_TE + residual_TE
-        return self.rms_norm(total_TE, weight_E, eps), total_TE
+        total_TE = residual_TE + x_TE
+        return self.rms_norm(total_TE, weight_E.float(), eps).to(x_TE.dtype), total_TE
 
     def silu_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up_TF.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def copy_blocks(self, cache_NL2PKD: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-        sources, destinations = torch.tensor(pairs, device=cache_NL2PKD.device).unbind(1)
-        cache_NL2PKD[destinations] = cache_NL2PKD[sources]
+        if pairs:
+            sources, destinations = torch.tensor(pairs, device=cache_NL2PKD.device).unbind(1)
+            cache_NL2PKD[destinations] = cache_NL2PKD[sources]
 
 
 def _prefill_tiles(batch: AttentionBatch, block_size: int, dtype: torch.dtype) -> list[_PrefillTile]:

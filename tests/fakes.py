@@ -271,6 +271,8 @@ class Replica:
         plan = self.scheduler.schedule()
         if self.stats.num_preemptions > num_preemptions:
             assert not plan.new, "a step that preempts admits nobody"
+        # A failed step may end before any rank has heard of its plan: then whoever runs must end with it.
+        assert len(plan.num_scheduled_tokens) == self.scheduler.num_running
         assert sum(plan.num_scheduled_tokens.values()) <= self.scheduler.config.max_num_batched_tokens
         self.rank.failures.append(failure)
         try:

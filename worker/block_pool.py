@@ -12,7 +12,7 @@ A block is in one of three states:
 the blocks it depends on. Only ids and counts live here; the bytes are the runner's.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from pagoda.worker.block_hash import BlockHash
@@ -53,7 +53,7 @@ class FreeQueue:
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterable[Block]:
+    def __iter__(self) -> Iterator[Block]:
         block = self._ends.next
         while block is not None and block is not self._ends:
             yield block

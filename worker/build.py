@@ -3,7 +3,8 @@
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -12,7 +13,7 @@ from pagoda.worker.block_hash import HashDomain
 from pagoda.worker.block_pool import BlockPool
 from pagoda.worker.config import EngineConfig, EngineLimits
 from pagoda.worker.engine import Engine
-from pagoda.worker.errors import ConfigError
+from pagoda.worker.errors import ConfigError, ModelError
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.kv_manager import KVManager
 from pagoda.worker.kv_spec import KVCacheGroup, KVCacheSpec
@@ -24,6 +25,53 @@ from pagoda.worker.types import SequenceOutput
 from pagoda.worker.weights import Progress, checkpoint_files, load_weights, weights_digest
 
 logger = logging.getLogger(__name__)
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """What an engine will be, known before anything is loaded."""
+
+    model: ModelConfig
+    files: list[Path]
+    """Checkpoint files."""
+    device: torch.device
+    dtype_name: str
+    spec: KVCacheSpec
+    num_blocks: int
+    limits: EngineLimits
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype_name)
+        return dtype
+
+
+def plan_engine(config: EngineConfig) -> EnginePlan:
+    """Check a config against the model folder and the memory, in milliseconds.
+
+    Raises:
+        ModelError: the model folder cannot be used.
+        ConfigError: a setting contradicts the model, the memory or the machine.
+    """
+    model = ModelConfig.from_folder(config.model_path)
+    files = checkpoint_files(config.model_path)
+    dtype_name = model.dtype if config.dtype == "auto" else config.dtype
+    if dtype_name not in _DTYPES:
+        raise ModelError(
+            f"{config.model_path}: dtype {dtype_name} is not supported; choose one of {', '.join(_DTYPES)}"
+        )
+    spec = KVCacheSpec(
+        groups=(KVCacheGroup("full", model.num_layers),),
+        block_size=config.cache.block_size,
+        num_kv_heads=model.num_kv_heads,
+        head_size=model.head_size,
+        dtype_bytes=getattr(torch, dtype_name).itemsize,
+    )
+    num_blocks = config.cache.num_blocks or spec.num_blocks_in(config.cache.memory_bytes)
+    limits = _limits(config, model, num_blocks)
+    return EnginePlan(model, files, _device(config.device), dtype_name, spec, num_blocks, limits)
 
 
 def build_engine(
@@ -38,71 +86,67 @@ def build_engine(
         on_outputs: see `Engine`.
         progress: told how far loading is.
 
-    Raises:
-        ModelError: the model folder cannot be used.
-        ConfigError: a setting contradicts the model or the memory.
+    Raises as `plan_engine` does, and `ModelError` for a checkpoint that does not fit its config.
     """
-    model_config = ModelConfig.from_folder(config.model_path)
-    files = checkpoint_files(config.model_path)
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device)
-    dtype_name = model_config.dtype if config.dtype == "auto" else config.dtype
-    dtype = getattr(torch, dtype_name)
+    plan = plan_engine(config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-
-    spec = KVCacheSpec(
-        groups=(KVCacheGroup("full", model_config.num_layers),),
-        block_size=config.cache.block_size,
-        num_kv_heads=model_config.num_kv_heads,
-        head_size=model_config.head_size,
-        dtype_bytes=dtype.itemsize,
-    )
-    num_blocks = config.cache.num_blocks or spec.num_blocks_in(config.cache.memory_bytes)
-    limits = _limits(config, model_config, num_blocks)
-
-    ops = operators_for(device)
-    with default_dtype(dtype), torch.device(device):
-        model = LlamaModel(model_config, ops)
+    ops = operators_for(plan.device)
+    with default_dtype(plan.dtype), plan.device:
+        model = LlamaModel(plan.model, ops)
         cache_NL2PKD = torch.zeros(
-            num_blocks, model_config.num_layers, 2, spec.block_size, spec.num_kv_heads, spec.head_size
+            plan.num_blocks, plan.model.num_layers, 2, plan.spec.block_size, plan.spec.num_kv_heads, plan.spec.head_size
         )
-    load_weights(model.checkpoint_views(), files, progress=progress)
+    load_weights(model.checkpoint_views(), plan.files, progress=progress)
     model.prepare()
     logger.info(
         "%s: %d layers, %s on %s; KV cache of %d blocks, %d tokens, %.2f GiB",
         config.model_path.name,
-        model_config.num_layers,
-        dtype_name,
-        device,
-        num_blocks,
-        num_blocks * spec.block_size,
-        num_blocks * spec.block_bytes / 2**30,
-    )
-
-    manager = KVManager(
-        BlockPool(num_blocks),
-        num_groups=len(spec.groups),
-        block_size=spec.block_size,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-    )
-    batch = InputBatch(
-        max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_model_len, block_size=spec.block_size
+        plan.model.num_layers,
+        plan.dtype_name,
+        plan.device,
+        plan.num_blocks,
+        plan.num_blocks * plan.spec.block_size,
+        plan.num_blocks * plan.spec.block_bytes / 2**30,
     )
     progress("hashing weights", 0, 1)
     domain = HashDomain(
-        weights_digest=weights_digest(config.model_path, files),
+        weights_digest=weights_digest(config.model_path, plan.files),
         weight_quantization="",
-        dtype=dtype_name,
-        rope=json.dumps(asdict(model_config.rope), sort_keys=True),
-        block_size=spec.block_size,
+        dtype=plan.dtype_name,
+        rope=json.dumps(asdict(plan.model.rope), sort_keys=True),
+        block_size=plan.spec.block_size,
     )
     progress("hashing weights", 1, 1)
+    manager = KVManager(
+        BlockPool(plan.num_blocks),
+        num_groups=len(plan.spec.groups),
+        block_size=plan.spec.block_size,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+    )
+    batch = InputBatch(
+        max_num_seqs=plan.limits.max_num_seqs,
+        max_model_len=plan.limits.max_model_len,
+        block_size=plan.spec.block_size,
+    )
     return Engine(
-        Scheduler(config.scheduler, limits, manager, eos_token_ids=model_config.eos_token_ids),
+        Scheduler(config.scheduler, plan.limits, manager, eos_token_ids=plan.model.eos_token_ids),
         Runner(model, ops, cache_NL2PKD, batch),
         domain,
         on_outputs=on_outputs,
     )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: {name!r} is not a torch device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device: {name!r} is asked for, but torch sees no GPU")
+    return device
 
 
 def _limits(config: EngineConfig, model: ModelConfig, num_blocks: int) -> EngineLimits:

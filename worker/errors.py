@@ -1,12 +1,12 @@
 """Every error the worker raises on purpose.
 
-    PagodaError
-    ├── ConfigError           a setting is wrong; names the field and what is allowed
-    ├── ModelError            a model folder cannot be used; names the file or tensor
-    ├── InvalidRequestError   the client's mistake; names the field; raised before any work
-    ├── OverloadedError       the waiting queue is full; try again later
-    ├── EngineStoppedError    the engine is draining, stopped or dead
-    └── IntegrityError        our own bookkeeping is wrong; stops the replica
+PagodaError
+├── ConfigError           a setting is wrong; names the field and what is allowed
+├── ModelError            a model folder cannot be used; names the file or tensor
+├── InvalidRequestError   the client's mistake; names the field; raised before any work
+├── OverloadedError       the waiting queue is full; try again later
+├── EngineStoppedError    the engine is draining, stopped or dead
+└── IntegrityError        our own bookkeeping is wrong; stops the replica
 """
 
 

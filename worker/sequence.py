@@ -1,8 +1,8 @@
 """One sample of a request while the scheduler works on it.
 
-    WAITING --admit--> RUNNING --finish--> FINISHED
-       ^                  |
-       +---- preempt -----+            WAITING --abort--> FINISHED
+WAITING --admit--> RUNNING --finish--> FINISHED
+   ^                  |
+   +---- preempt -----+            WAITING --abort--> FINISHED
 """
 
 from enum import Enum
@@ -37,6 +37,7 @@ class Sequence:
         "request",
         "seed",
         "sequence_id",
+        "start_step",
         "state",
         "stop_reason",
         "token_ids",
@@ -80,6 +81,8 @@ class Sequence:
         self.waits_for: BlockHash | None = None
         """The block that another sequence is computing for this one."""
         self.wait_until_step = 0
+        self.start_step = 0
+        """The step it was last admitted in."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self._extend_hashes()

@@ -24,9 +24,11 @@ def checkpoint_files(folder: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            files = [folder / name for name in names]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index} is not a shard index: {error!r}") from error
-        files = [folder / name for name in names]
+        if not files:
+            raise ModelError(f"{index} is not a shard index: it names no file")
     else:
         files = [folder / "model.safetensors"]
     missing = [path.name for path in files if not path.is_file()]
@@ -66,7 +68,7 @@ def load_weights(views: Mapping[str, torch.Tensor], files: list[Path], *, progre
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} cannot be read: {error}") from error
     if missing:
-        first = sorted(missing)[0]
+        first = min(missing)
         raise ModelError(f"{files[0].parent}: {len(missing)} tensors are missing, the first is {first}")
 
 

@@ -12,12 +12,9 @@ TRUNKS = [(0,) * 24, (0, 1) * 12, (0,) * 6 + (1,) * 18]
 VOCAB_SIZE = 3
 MAX_OUTPUT_TOKENS = 12
 
-prompts = st.builds(
-    lambda trunk, num_tokens, rest: (*trunk[:num_tokens], *rest),
-    st.sampled_from(TRUNKS),
-    st.integers(0, 20),
-    st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=3),
-)
+prompts = st.tuples(
+    st.sampled_from(TRUNKS), st.integers(0, 20), st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=3)
+).map(lambda parts: (*parts[0][: parts[1]], *parts[2]))
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -43,14 +43,15 @@ class ModelConfig:
     @staticmethod
     def from_folder(folder: Path) -> "ModelConfig":
         """Read `config.json` and `generation_config.json`. Raises `ModelError` naming file and key."""
-        raw = _read_json(folder / "config.json")
+        path = folder / "config.json"
+        raw = _read_json(path)
+        eos_token_ids = _eos_token_ids(folder, raw)
         try:
-            return _parse(raw, _eos_token_ids(folder, raw))
-        except ModelError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            problem = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ModelError(f"{folder / 'config.json'}: {problem}") from error
+            return _parse(raw, eos_token_ids)
+        except KeyError as error:
+            raise ModelError(f"{path}: key {error} is missing") from error
+        except (ModelError, TypeError, ValueError) as error:
+            raise ModelError(f"{path}: {error}") from error
 
 
 def _parse(raw: dict[str, Any], eos_token_ids: frozenset[int]) -> ModelConfig:
@@ -64,22 +65,22 @@ def _parse(raw: dict[str, Any], eos_token_ids: frozenset[int]) -> ModelConfig:
         raise ModelError("quantization_config: quantised checkpoints are not supported")
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"hidden_act: {raw['hidden_act']} is not supported; supported: silu")
-    num_heads = int(raw["num_attention_heads"])
-    num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
-    hidden_size = int(raw["hidden_size"])
+    hidden_size, vocab_size = _size(raw, "hidden_size"), _size(raw, "vocab_size")
+    num_heads = _size(raw, "num_attention_heads")
+    num_kv_heads = num_heads if raw.get("num_key_value_heads") is None else _size(raw, "num_key_value_heads")
     if num_heads % num_kv_heads:
         raise ModelError(f"num_attention_heads: {num_heads} is not a multiple of num_key_value_heads, {num_kv_heads}")
     is_qwen = architecture.startswith("Qwen")
     attention_bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
         architecture=architecture,
-        num_layers=int(raw["num_hidden_layers"]),
+        num_layers=_size(raw, "num_hidden_layers"),
         hidden_size=hidden_size,
-        intermediate_size=int(raw["intermediate_size"]),
+        intermediate_size=_size(raw, "intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_size=int(raw.get("head_dim") or hidden_size // num_heads),
-        vocab_size=int(raw["vocab_size"]),
+        head_size=hidden_size // num_heads if raw.get("head_dim") is None else _size(raw, "head_dim"),
+        vocab_size=vocab_size,
         max_position=_max_position(raw, is_qwen=is_qwen),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope=_rope(raw),
@@ -89,8 +90,16 @@ def _parse(raw: dict[str, Any], eos_token_ids: frozenset[int]) -> ModelConfig:
         output_bias=False if architecture == "Qwen2ForCausalLM" else attention_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)) and not is_qwen,
         qk_norm=architecture == "Qwen3ForCausalLM",
-        eos_token_ids=eos_token_ids,
+        # An id that the vocabulary lacks is never sampled, so it ends nothing.
+        eos_token_ids=frozenset(token_id for token_id in eos_token_ids if token_id < vocab_size),
     )
+
+
+def _size(raw: dict[str, Any], key: str) -> int:
+    value = raw[key]
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"{key}: must be a positive integer, got {value!r}")
+    return value
 
 
 def _max_position(raw: dict[str, Any], *, is_qwen: bool) -> int:
@@ -105,6 +114,8 @@ def _max_position(raw: dict[str, Any], *, is_qwen: bool) -> int:
 def _rope(raw: dict[str, Any]) -> RopeConfig:
     """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before)."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ModelError(f"rope_parameters: must be an object, got {scaling!r}")
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in SUPPORTED_ROPE:
         raise ModelError(f"rope_type: {kind} is not supported; supported: {', '.join(SUPPORTED_ROPE)}")

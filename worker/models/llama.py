@@ -120,7 +120,7 @@ class LlamaModel(nn.Module):
         """Run the layers, writing the tokens' KV into the cache (mutated). Returns hidden states, TE."""
         cos_TD, sin_TD = cos_sin(positions_T, self.inverse_frequencies_D2)
         x_TE = F.embedding(token_ids_T, self.embedding)
-        residual_TE = torch.zeros_like(x_TE)
+        residual_TE = torch.zeros_like(x_TE, dtype=torch.float32)
         for index, layer in enumerate(self.layers):
             x_TE, residual_TE = layer(x_TE, residual_TE, cos_TD, sin_TD, cache_NL2PKD[:, index], plan)
         x_TE, _ = self.ops.add_rms_norm(x_TE, residual_TE, self.norm.weight, self.norm.eps)

@@ -1,0 +1,97 @@
+"""Options that several commands share, and what they are turned into."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pagoda.cluster.commands.progress import show_progress
+from pagoda.worker.config import GIB, CacheConfig, EngineConfig, SchedulerConfig
+from pagoda.worker.model_store import ModelStore
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def model_cache_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--model-cache",
+        type=click.Path(file_okay=False, path_type=Path),
+        default=Path.home() / ".cache" / "pagoda" / "models",
+        envvar="PAGODA_MODEL_CACHE",
+        show_envvar=True,
+        help="Folder of fetched models.",
+    )(command)
+
+
+def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of an engine; `engine_config` takes them."""
+    cache, scheduler = CacheConfig(), SchedulerConfig()
+    options: list[Callable[..., Any]] = [
+        click.option("--model", default=DEFAULT_MODEL, help="Name of a model, or path of a Hugging Face model folder."),
+        model_cache_option,
+        click.option(
+            "--dtype",
+            type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+            default="auto",
+            help="Type to compute in; auto takes the checkpoint's.",
+        ),
+        click.option("--device", default="auto", help="Torch device; auto takes a GPU where there is one."),
+        click.option("--max-model-len", type=int, help="Longest prompt plus output, tokens.  [default: the model's]"),
+        click.option(
+            "--threads", "num_threads", type=int, help="CPU threads of each worker.  [default: cores/workers]"
+        ),
+        click.option("--block-size", type=int, default=cache.block_size, help="Tokens per KV block."),
+        click.option(
+            "--kv-cache-gib", type=float, default=cache.memory_bytes / GIB, help="Memory of each KV cache, GiB."
+        ),
+        click.option(
+            "--prefix-caching/--no-prefix-caching",
+            default=cache.enable_prefix_caching,
+            help="Reuse the KV of prompts that begin alike.",
+        ),
+        click.option(
+            "--max-num-seqs", type=int, default=scheduler.max_num_seqs, help="Sequences that run at once, per worker."
+        ),
+        click.option(
+            "--max-num-batched-tokens",
+            type=int,
+            default=scheduler.max_num_batched_tokens,
+            help="Tokens computed in one step, per worker.",
+        ),
+        click.option(
+            "--max-num-waiting",
+            type=int,
+            default=scheduler.max_num_waiting,
+            help="Sequences that may wait, per worker.",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def engine_config(options: dict[str, Any]) -> EngineConfig:
+    """The engine config of `engine_options`, which are taken out of `options`. Fetches the model if it is not here.
+
+    Raises `ConfigError` or `ModelError`, before any long work where it can be known.
+    """
+    take = options.pop
+    cache = CacheConfig(
+        block_size=take("block_size"),
+        memory_bytes=int(take("kv_cache_gib") * GIB),
+        enable_prefix_caching=take("prefix_caching"),
+    )
+    scheduler = SchedulerConfig(
+        max_num_seqs=take("max_num_seqs"),
+        max_num_batched_tokens=take("max_num_batched_tokens"),
+        max_num_waiting=take("max_num_waiting"),
+    )
+    settings = {name: take(name) for name in ("dtype", "device", "max_model_len", "num_threads")}
+    EngineConfig(Path(), cache=cache, scheduler=scheduler, **settings)  # complains before anything is fetched
+    name, store = take("model"), ModelStore(take("model_cache"))
+    path = store.resolve(name)
+    if path is None:
+        with show_progress() as progress:
+            path = store.fetch(name, progress=progress)
+    return EngineConfig(path, cache=cache, scheduler=scheduler, **settings)

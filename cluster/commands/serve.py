@@ -1,0 +1,83 @@
+"""`pagoda serve`: the whole service on this machine, or on a Ray cluster that runs already."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+import click
+
+from pagoda.cluster.commands.options import engine_config, engine_options
+from pagoda.cluster.config import ClusterConfig
+from pagoda.worker.build import plan_engine
+from pagoda.worker.errors import ConfigError
+
+_CHECK_PERIOD_S = 1.0
+
+
+@click.command()
+@engine_options
+@click.option("--served-model-name", help="What clients put into `model`.  [default: the model's name]")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all.")
+@click.option("--port", type=int, default=8000, help="HTTP port.")
+@click.option("--workers", "num_workers", type=int, default=1, help="Worker replicas.")
+@click.option("--drain-s", type=float, default=10.0, help="Seconds that running requests get when the service stops.")
+@click.option("--ray-address", help="A running Ray cluster to serve on, such as `auto`.  [default: start one here]")
+def serve(
+    served_model_name: str | None,
+    host: str,
+    port: int,
+    num_workers: int,
+    drain_s: float,
+    ray_address: str | None,
+    **options: Any,
+) -> None:
+    """Serve a model through the OpenAI API until interrupted."""
+    begin = time.monotonic()
+    name = served_model_name or options["model"].rstrip("/").rsplit("/", 1)[-1]
+    if options["num_threads"] is None:
+        options["num_threads"] = max(1, (os.cpu_count() or 1) // max(1, num_workers))
+    config = ClusterConfig(
+        engine=engine_config(options),
+        served_model_name=name,
+        host=host,
+        port=port,
+        num_workers=num_workers,
+        drain_s=drain_s,
+    )
+    plan = plan_engine(config.engine)
+    _check_port_is_free(host, port)
+
+    interrupted = threading.Event()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, lambda *_: interrupted.set())
+
+    def say(what: str) -> None:
+        click.echo(f"[{time.monotonic() - begin:5.1f} s] {what}", err=True)
+
+    say(f"starting Ray{'' if ray_address is None else f' on {ray_address}'}")
+    from pagoda.cluster.app import deploy, is_up, shut_down, start_ray  # seconds to import
+
+    start_ray(config, address=ray_address)
+    try:
+        say(f"loading {name} in {num_workers} worker{'s' if num_workers > 1 else ''}")
+        deploy(config, plan.limits)
+        say(f"{name} is served at http://{host}:{port}/v1 (Ctrl-C stops it)")
+        while not interrupted.wait(_CHECK_PERIOD_S):
+            if not is_up():
+                raise click.ClickException("the service is down and does not come back; see the logs in /tmp/ray")
+    finally:
+        say("stopping")
+        shut_down(stop_ray=ray_address is None)
+
+
+def _check_port_is_free(host: str, port: int) -> None:
+    """Serve would say so only after a minute."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"port: cannot listen on {host}:{port}: {error.strerror}") from error

@@ -1,0 +1,28 @@
+"""What `pagoda serve` is told, as one object."""
+
+from dataclasses import dataclass
+
+from pagoda.worker.config import EngineConfig, require_in_range
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """A service: N workers of one model behind one HTTP address."""
+
+    engine: EngineConfig
+    """Every worker's."""
+    served_model_name: str
+    """What clients put into `model`."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    num_workers: int = 1
+    drain_s: float = 10.0
+    """How long running requests may go on when the service stops."""
+    max_http_requests: int = 4096
+    """HTTP requests that the ingress works on at once; more wait in the proxy."""
+
+    def __post_init__(self) -> None:
+        require_in_range("port", self.port, 1, 65535)
+        require_in_range("num_workers", self.num_workers, 1, 1024)
+        require_in_range("drain_s", self.drain_s, 0, 3600)
+        require_in_range("max_http_requests", self.max_http_requests, 1, 2**20)

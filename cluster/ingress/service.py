@@ -1,0 +1,183 @@
+"""What every API endpoint does: text in, text out. Knows no HTTP.
+
+prompt or messages -> tokens -> a worker's stream of outputs -> text, piece by piece
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from pagoda.worker.config import EngineLimits
+from pagoda.worker.detokenizer import Detokenizer
+from pagoda.worker.engine import check_request
+from pagoda.worker.errors import EngineStoppedError, PagodaError
+from pagoda.worker.tokenizer import ChatMessage, Tokenizer
+from pagoda.worker.types import FinishReason, Request, RequestId, SamplingParams, SequenceOutput
+
+T = TypeVar("T")
+
+
+class WorkerClient(Protocol):
+    """How an ingress reaches its workers."""
+
+    async def ping(self) -> None:
+        """Raises if no worker answers in time."""
+        ...
+
+    def stream(self, request: Request) -> AsyncGenerator[list[SequenceOutput], None]:
+        """Run a request on some worker. Closing the generator aborts it. Raises as `Engine.add` does."""
+        ...
+
+
+class GenerationFailedError(PagodaError):
+    """A worker accepted the request and then could not finish it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextOutput:
+    """A piece of one sample's text."""
+
+    index: int
+    text: str
+    num_new_tokens: int
+    finish_reason: FinishReason | None
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One request: nothing happens until `outputs` is iterated; closing that aborts the request."""
+
+    request: Request
+    outputs: AsyncGenerator[list[TextOutput], None]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+
+class InferenceService:
+    """Tokenises, checks, sends to a worker, turns tokens into text. One per ingress process."""
+
+    def __init__(self, tokenizer: Tokenizer, client: WorkerClient, limits: EngineLimits) -> None:
+        self.limits = limits
+        self._tokenizer = tokenizer
+        self._client = client
+        # One thread: tokenizers are not made to encode in several at once, and the event loop must stay free.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+
+    async def is_healthy(self) -> bool:
+        """Whether a worker answers."""
+        try:
+            await self._client.ping()
+        except Exception:  # noqa: BLE001  (whatever is wrong, the answer is no)
+            return False
+        return True
+
+    async def encode(self, prompt: str) -> list[int]:
+        return await self._in_thread(lambda: self._tokenizer.encode(prompt))
+
+    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        return await self._in_thread(lambda: self._tokenizer.encode_chat(messages))
+
+    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Raise `InvalidRequestError` if no worker could ever serve this."""
+        check_request(prompt_token_ids, sampling, self.limits)
+
+    def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, priority: int = 0) -> Generation:
+        """A generation for a checked request. Iterating it raises what the worker raises when it refuses."""
+        request = Request(
+            request_id=RequestId(uuid.uuid4().hex),
+            prompt_token_ids=tuple(prompt_token_ids),
+            sampling=sampling,
+            priority=priority,
+        )
+        return Generation(request, self._text_outputs(request))
+
+    def close(self) -> None:
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    async def _text_outputs(self, request: Request) -> AsyncGenerator[list[TextOutput], None]:
+        sampling = request.sampling
+        detokenizers = {
+            index: Detokenizer(self._tokenizer.decode, stop=sampling.stop, min_tokens=sampling.min_tokens)
+            for index in range(sampling.n)
+        }
+        async with aclosing(self._client.stream(request)) as stream:
+            async for batch in stream:
+                pieces = []
+                for output in batch:
+                    detokenizer = detokenizers.get(output.index)
+                    if detokenizer is None:
+                        continue  # a stop string ended this sample already
+                    piece = _to_text(output, detokenizer)
+                    if piece.finish_reason is not None:
+                        del detokenizers[output.index]
+                    pieces.append(piece)
+                if pieces:
+                    yield pieces
+                if not detokenizers:
+                    return  # closes the stream, which aborts what a stop string ended
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
+
+
+def _to_text(output: SequenceOutput, detokenizer: Detokenizer) -> TextOutput:
+    reason = output.finish_reason
+    if reason is FinishReason.ERROR:
+        raise GenerationFailedError(output.error or "the worker could not finish the request")
+    if reason is FinishReason.ABORT:
+        raise EngineStoppedError("the worker stopped before the request was finished")
+    # A sequence that ends by a token does not show that token.
+    visible = output.token_ids[:-1] if reason is FinishReason.STOP else output.token_ids
+    text = detokenizer.push(visible, is_last=reason is not None)
+    if detokenizer.stopped_by is not None:
+        reason = FinishReason.STOP
+    return TextOutput(
+        index=output.index,
+        text=text,
+        num_new_tokens=len(output.token_ids),
+        finish_reason=reason,
+        num_cached_tokens=output.num_cached_tokens,
+    )
+
+
+async def merge(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, list[TextOutput]], None]:
+    """All generations' outputs as they come, each with its generation's position. Closing it closes them all."""
+    if len(generations) == 1:
+        async with aclosing(generations[0].outputs) as outputs:
+            async for batch in outputs:
+                yield 0, batch
+        return
+    queue: asyncio.Queue[tuple[int, list[TextOutput]] | BaseException | None] = asyncio.Queue(maxsize=64)
+
+    async def forward(position: int, generation: Generation) -> None:
+        try:
+            async with aclosing(generation.outputs) as outputs:
+                async for batch in outputs:
+                    await queue.put((position, batch))
+        except Exception as error:  # noqa: BLE001  (raised again where the queue is read)
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(forward(position, generation)) for position, generation in enumerate(generations)]
+    try:
+        num_live = len(tasks)
+        while num_live:
+            item = await queue.get()
+            if item is None:
+                num_live -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,268 @@
+"""What a `config.json` means, in every spelling, and how it is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.kernels.rope import RopeConfig
+from pagoda.worker.errors import ModelError
+from pagoda.worker.models.config import ModelConfig
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 30,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    "dtype": "bfloat16",
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
+LLAMA3_SCALING = {
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA3_ROPE = RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+REMOVED = object()
+"""In place of a value: the key is not there."""
+
+
+@pytest.fixture(name="read")
+def read_fixture(tmp_path: Path) -> "Read":
+    return Read(tmp_path)
+
+
+class Read:
+    """Writes a folder and reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
+        """`LLAMA` with changes, and `generation_config.json` if there is one."""
+        raw = {key: value for key, value in (LLAMA | changes).items() if value is not REMOVED}
+        self.write("config.json", json.dumps(raw))
+        if generation is not None:
+            self.write("generation_config.json", json.dumps(generation))
+        return ModelConfig.from_folder(self.folder)
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text, encoding="utf-8")
+
+
+# -- what is read ----------------------------------------------------------------------------------
+
+
+def test_llama(read: Read) -> None:
+    """SmolLM2-135M's own file."""
+    assert read() == ModelConfig(
+        architecture="LlamaForCausalLM",
+        num_layers=30,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_heads=9,
+        num_kv_heads=3,
+        head_size=64,
+        vocab_size=49152,
+        max_position=8192,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=100000.0),
+        dtype="bfloat16",
+        tie_word_embeddings=True,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        eos_token_ids=frozenset({2}),
+    )
+
+
+def test_what_may_be_left_out(read: Read) -> None:
+    """transformers' defaults: as many KV heads as heads, head size from the hidden size, rope base 10,000."""
+    optional = ("num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "eos_token_id")
+    config = read(num_attention_heads=12, **dict.fromkeys(optional, REMOVED))
+    assert (config.num_kv_heads, config.head_size) == (12, 48)
+    assert config.rope == RopeConfig(theta=10000.0)
+    assert (config.rms_norm_eps, config.tie_word_embeddings, config.eos_token_ids) == (1e-6, False, frozenset())
+
+
+def test_head_size_may_differ_from_hidden_size_over_heads(read: Read) -> None:
+    assert read(head_dim=128).head_size == 128
+    assert read(head_dim=None).head_size == 64
+
+
+@pytest.mark.parametrize(
+    ("architecture", "qkv_bias", "output_bias", "mlp_bias", "qk_norm"),
+    [
+        ("LlamaForCausalLM", True, True, True, False),
+        ("MistralForCausalLM", True, True, True, False),
+        ("Qwen2ForCausalLM", True, False, False, False),
+        ("Qwen3ForCausalLM", True, True, False, True),
+    ],
+)
+def test_biases_and_norms_of_each_architecture(
+    read: Read, architecture: str, qkv_bias: bool, output_bias: bool, mlp_bias: bool, qk_norm: bool
+) -> None:
+    """With every bias asked for: Qwen2 has its own rule, and Qwen has none in its feed-forward."""
+    config = read(architectures=[architecture], attention_bias=True, mlp_bias=True)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (
+        qkv_bias,
+        output_bias,
+        mlp_bias,
+        qk_norm,
+    )
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM"])
+def test_no_biases_by_default(read: Read, architecture: str) -> None:
+    config = read(architectures=[architecture])
+    assert not (config.qkv_bias or config.output_bias or config.mlp_bias)
+
+
+ROPE_SPELLINGS = {
+    "new default": ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, RopeConfig(5e5)),
+    "old default": ({"rope_theta": 5e5}, RopeConfig(5e5)),
+    "old default, scaling null": ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(5e5)),
+    "new linear": (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}},
+        RopeConfig(5e5, "linear", 4.0),
+    ),
+    "old linear": (
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        RopeConfig(5e5, "linear", 4.0),
+    ),
+    "new llama3": ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3_SCALING}, LLAMA3_ROPE),
+    "old llama3": ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3"} | LLAMA3_SCALING}, LLAMA3_ROPE),
+}
+
+
+@pytest.mark.parametrize(("changes", "rope"), ROPE_SPELLINGS.values(), ids=ROPE_SPELLINGS)
+def test_both_spellings_of_rope(read: Read, changes: dict[str, Any], rope: RopeConfig) -> None:
+    """`rope_parameters` of transformers 5, and `rope_theta` with `rope_scaling` of those before."""
+    assert read(**({"rope_parameters": REMOVED} | changes)).rope == rope
+
+
+def test_both_spellings_of_dtype(read: Read) -> None:
+    assert read(dtype="float32").dtype == "float32"
+    assert read(dtype=REMOVED, torch_dtype="float16").dtype == "float16"
+    assert read(dtype=REMOVED).dtype == "bfloat16"
+
+
+def test_ends_of_sequence_are_those_of_model_and_generation_config(read: Read) -> None:
+    """Scenario: a chat model ends its turns with a token that only `generation_config.json` names."""
+    assert read(eos_token_id=[2, 5]).eos_token_ids == {2, 5}
+    assert read(generation={"eos_token_id": 7}).eos_token_ids == {2, 7}
+    assert read(generation={"eos_token_id": [8, 9]}, eos_token_id=None).eos_token_ids == {8, 9}
+
+
+def test_an_end_of_sequence_beyond_the_vocabulary_is_dropped(read: Read) -> None:
+    """Scenario: it is never sampled, but `min_tokens` would ban it by its index, and so fail every step."""
+    assert read(eos_token_id=[2, 49152]).eos_token_ids == {2}
+
+
+WINDOWS = {
+    "none": ("MistralForCausalLM", {"sliding_window": None}, 8192),
+    "window": ("MistralForCausalLM", {"sliding_window": 4096}, 4096),
+    "window longer than the model": ("MistralForCausalLM", {"sliding_window": 10000}, 8192),
+    "Qwen, switched off": ("Qwen2ForCausalLM", {"sliding_window": 4096, "use_sliding_window": False}, 8192),
+    "Qwen, off by default": ("Qwen3ForCausalLM", {"sliding_window": 4096}, 8192),
+    "Qwen, switched on": ("Qwen2ForCausalLM", {"sliding_window": 4096, "use_sliding_window": True}, 4096),
+}
+
+
+@pytest.mark.parametrize(("architecture", "changes", "max_position"), WINDOWS.values(), ids=WINDOWS)
+def test_a_sliding_window_limits_the_context(
+    read: Read, architecture: str, changes: dict[str, Any], max_position: int
+) -> None:
+    """Up to its length a window is full attention; beyond it tokens would be wrong, so contexts end there."""
+    assert read(architectures=[architecture], **changes).max_position == max_position
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+REFUSED = {
+    "architecture": ({"architectures": ["GPT2LMHeadModel"]}, r"architectures: GPT2LMHeadModel .*LlamaForCausalLM"),
+    "no architecture": ({"architectures": REMOVED}, r"architectures: \(none\)"),
+    "null architectures": ({"architectures": None}, r"architectures: \(none\)"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config: "),
+    "activation": ({"hidden_act": "gelu"}, r"hidden_act: gelu .*silu"),
+    "heads": ({"num_key_value_heads": 2}, r"num_attention_heads: 9 .* num_key_value_heads, 2"),
+    "partial rope": ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor: "),
+    "partial rope, new": (
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        r"partial_rotary_factor: ",
+    ),
+    "rope type": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"rope_type: yarn .*llama3"),
+    "old rope type": ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, r"rope_type: dynamic"),
+    "rope factor": ({"rope_parameters": {"rope_type": "linear"}}, r"'factor' is missing"),
+    "rope factor below 1": ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, r"factor at least 1"),
+    "rope theta": ({"rope_parameters": {"rope_theta": -1.0}}, r"theta must be positive"),
+    "rope as a word": ({"rope_parameters": "linear"}, r"rope_parameters: must be an object"),
+    "llama3 without its factors": (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+        r"'low_freq_factor' is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_unsupported_models_are_refused(read: Read, changes: dict[str, Any], message: str) -> None:
+    """With the file, the key, the value and what would be supported."""
+    with pytest.raises(ModelError, match=r"config\.json: .*" + message):
+        read(**changes)
+
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_a_missing_key_is_named(read: Read, key: str) -> None:
+    with pytest.raises(ModelError, match=rf"config\.json: key '{key}' is missing"):
+        read(**{key: REMOVED})
+
+
+@pytest.mark.parametrize("value", [None, "many", 0, -3, 1.5, [9]], ids=str)
+@pytest.mark.parametrize("key", SIZES)
+def test_a_size_that_is_none_is_named(read: Read, key: str, value: object) -> None:
+    """Scenario: a hand-edited file; nobody finds the key from a bare `int() argument must be a string`."""
+    with pytest.raises(ModelError, match=rf"config\.json: {key}: must be a positive integer"):
+        read(**{key: value})
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json does not exist: not a Hugging Face model folder"):
+        ModelConfig.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "\udcff"])
+def test_a_config_that_is_not_json(read: Read, text: str) -> None:
+    (read.folder / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        ModelConfig.from_folder(read.folder)
+
+
+def test_a_config_that_is_no_object(read: Read) -> None:
+    read.write("config.json", "[]")
+    with pytest.raises(ModelError, match=r"config\.json does not hold a JSON object"):
+        ModelConfig.from_folder(read.folder)
+
+
+def test_a_broken_generation_config_is_named(read: Read) -> None:
+    read.write("generation_config.json", "{")
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read"):
+        read()

@@ -1,0 +1,195 @@
+"""Loading checkpoints: what fits is copied, and what does not is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pagoda.worker.errors import ModelError
+from pagoda.worker.weights import checkpoint_files, load_weights, weights_digest
+
+EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+TENSORS = {
+    EMBED: torch.arange(12.0).reshape(4, 3),
+    NORM: torch.tensor([1.0, 2.0, 3.0]),
+    HEAD: -torch.arange(12.0).reshape(4, 3),
+}
+INDEX = "model.safetensors.index.json"
+
+
+def ignore_progress(what: str, done: int, total: int) -> None:
+    """Whoever loads here does not wait."""
+
+
+def views(*names: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Where tensors go, full of NaN."""
+    return {name: torch.full_like(TENSORS[name], float("nan"), dtype=dtype) for name in names}
+
+
+def write_shards(folder: Path, *shards: list[str]) -> None:
+    """A checkpoint of several files, with its index."""
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file({name: TENSORS[name] for name in names}, folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
+
+
+def load(folder: Path, targets: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    load_weights(targets, checkpoint_files(folder), progress=ignore_progress)
+    return targets
+
+
+def assert_loaded(loaded: dict[str, torch.Tensor]) -> None:
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor.float(), TENSORS[name])
+
+
+def test_one_file(tmp_path: Path) -> None:
+    """Every tensor arrives, and progress counts them up to all of them."""
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    targets, reports = views(EMBED, NORM, HEAD), []
+    load_weights(targets, checkpoint_files(tmp_path), progress=lambda *report: reports.append(report))
+    assert_loaded(targets)
+    assert reports == [("loading weights", done, 3) for done in (1, 2, 3)]
+
+
+def test_shards_by_their_index(tmp_path: Path) -> None:
+    """The index decides: a stray `model.safetensors` beside the shards is not read."""
+    write_shards(tmp_path, [EMBED], [NORM, HEAD])
+    (tmp_path / "model.safetensors").write_bytes(b"stray")
+    assert [path.name for path in checkpoint_files(tmp_path)] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    assert_loaded(load(tmp_path, views(EMBED, NORM, HEAD)))
+
+
+def test_weights_take_the_type_and_place_of_their_view(tmp_path: Path) -> None:
+    """A float32 checkpoint fills bfloat16 parameters, also where one is a slice of a fused matrix."""
+    save_file({NORM: TENSORS[NORM], EMBED: TENSORS[EMBED]}, tmp_path / "model.safetensors")
+    fused = torch.full((8, 3), float("nan"), dtype=torch.bfloat16)
+    load(tmp_path, {EMBED: fused[2:6]} | views(NORM))
+    assert torch.equal(fused[2:6].float(), TENSORS[EMBED])
+    assert fused[:2].isnan().all()
+    assert fused[6:].isnan().all()
+
+
+def test_tied_head_is_skipped(tmp_path: Path) -> None:
+    """Scenario: a model with a tied head, saved with a copy of it: the embedding serves, the copy is no error."""
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    assert_loaded(load(tmp_path, views(EMBED, NORM)))
+
+
+def test_missing_head_of_a_model_that_is_not_tied(tmp_path: Path) -> None:
+    save_file({EMBED: TENSORS[EMBED], NORM: TENSORS[NORM]}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"1 tensors are missing, the first is lm_head\.weight"):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+def test_inverse_frequencies_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
+    old = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(2)}
+    save_file(TENSORS | old, tmp_path / "model.safetensors")
+    assert_loaded(load(tmp_path, views(EMBED, NORM, HEAD)))
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    """Also of a folder with weights in another format, which is worth a hint."""
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(ModelError, match=r"model\.safetensors missing; Pagoda loads safetensors"):
+        checkpoint_files(tmp_path)
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path, [EMBED], [NORM], [HEAD])
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ModelError, match=r": model-00002-of-00003\.safetensors missing"):
+        checkpoint_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 1}}'],
+)
+def test_broken_index_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX).write_text(text, encoding="utf-8")
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json is not a shard index"):
+        checkpoint_files(tmp_path)
+
+
+def test_missing_tensor_is_named(tmp_path: Path) -> None:
+    """Also if a shard's file is there but does not hold what the index says."""
+    write_shards(tmp_path, [EMBED], [HEAD])
+    with pytest.raises(ModelError, match=r"1 tensors are missing, the first is model\.norm\.weight"):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+def test_unexpected_tensor_is_named(tmp_path: Path) -> None:
+    """Scenario: a checkpoint with a part that this architecture lacks would give other tokens if loaded without it."""
+    save_file(TENSORS | {"model.layers.0.self_attn.q_norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.safetensors: tensor model\.layers\.0\.self_attn\.q_norm\.weight has"):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+def test_wrong_shape_is_named(tmp_path: Path) -> None:
+    """Also a shape that would broadcast into its place."""
+    save_file(TENSORS | {EMBED: torch.ones(1, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight has shape \[1, 3\], config\.json .* \[4, 3\]"):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 50, -1])
+def test_truncated_file_is_named(tmp_path: Path, num_bytes: int) -> None:
+    """Scenario: a copy of the folder was interrupted; cut to nothing, in the size, in the header, in the data."""
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+GARBAGE = {
+    "LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+    "zeros": bytes(1000),
+    "ones": b"\xff" * 1000,
+    "not JSON": (8).to_bytes(8, "little") + b"{{{{{{{{",
+}
+
+
+@pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_file_is_named(tmp_path: Path, content: bytes) -> None:
+    """Scenario: the repository was cloned without its large files, or the disk lies."""
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+def test_digest_depends_on_config_names_and_contents(tmp_path: Path) -> None:
+    """Equal digests share cached blocks across a cluster, so anything that changes the KV must change them."""
+
+    def digest(config: str, *shards: list[str], flip: bool = False) -> bytes:
+        folder = tmp_path / "model"
+        folder.mkdir()
+        (folder / "config.json").write_text(config, encoding="utf-8")
+        write_shards(folder, *shards)
+        files = checkpoint_files(folder)
+        if flip:
+            content = bytearray(files[-1].read_bytes())
+            content[-1] ^= 1
+            files[-1].write_bytes(content)
+        result = weights_digest(folder, files)
+        folder.rename(tmp_path / f"model-{len(list(tmp_path.iterdir()))}")
+        return result
+
+    original = digest("{}", [EMBED, NORM], [HEAD])
+    assert len(original) == 32
+    assert digest("{}", [EMBED, NORM], [HEAD]) == original
+    others = [
+        digest('{"rope_theta": 1}', [EMBED, NORM], [HEAD]),
+        digest("{}", [EMBED], [NORM, HEAD]),
+        digest("{}", [EMBED, NORM], [HEAD], flip=True),
+    ]
+    assert len({original, *others}) == 4

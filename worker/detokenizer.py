@@ -1,0 +1,84 @@
+"""Turns a sequence's tokens into text as they come, and ends it at a stop string.
+
+Two things are held back: bytes that do not make a whole character yet, and text that may turn out to be the beginning
+of a stop string. So what was given out never has to be taken back.
+"""
+
+from collections.abc import Callable, Sequence
+
+_INCOMPLETE = "\ufffd"
+
+
+class Detokenizer:
+    """State of one sequence's text."""
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], *, stop: Sequence[str] = (), min_tokens: int = 0
+    ) -> None:
+        """`decode` maps token ids to text; stop strings count after `min_tokens` tokens."""
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._token_ids: list[int] = []
+        # Decoding may depend on the token before (spaces, byte fragments), so new tokens are decoded together with
+        # those of the last piece of text: `_context` is where these begin, `_read` where the new ones do.
+        self._context = 0
+        self._read = 0
+        self._text = ""
+        self._num_given = 0
+        self._search_from = 0
+        self.stopped_by: str | None = None
+        """The stop string that ended the text, if one did."""
+
+    @property
+    def text(self) -> str:
+        """All text so far, what is held back included."""
+        return self._text
+
+    def push(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
+        """Take tokens and return the text that is certain by now. After a stop string nothing more is taken.
+
+        `is_last` gives out what was held back.
+        """
+        for token_id in token_ids:
+            if self.stopped_by is not None:
+                break
+            self._token_ids.append(token_id)
+            self._extend_text(flush=False)
+            if len(self._token_ids) <= self._min_tokens:
+                self._search_from = len(self._text)
+            else:
+                self._find_stop()
+        if is_last and self.stopped_by is None:
+            self._extend_text(flush=True)
+            self._find_stop()
+        certain = len(self._text)
+        if self.stopped_by is None and not is_last:
+            certain -= self._num_held_back()
+        given = self._text[self._num_given : certain]
+        self._num_given = max(self._num_given, certain)
+        return given
+
+    def _extend_text(self, *, flush: bool) -> None:
+        before = self._decode(self._token_ids[self._context : self._read])
+        now = self._decode(self._token_ids[self._context :])
+        if len(now) > len(before) and (flush or not now.endswith(_INCOMPLETE)):
+            self._text += now[len(before) :]
+            self._context, self._read = self._read, len(self._token_ids)
+
+    def _find_stop(self) -> None:
+        longest = max(map(len, self._stop), default=0)
+        start = max(self._search_from, self._num_given - longest)
+        found = [(at, stop) for stop in self._stop if (at := self._text.find(stop, start)) >= 0]
+        if found:
+            at, self.stopped_by = min(found)
+            self._text = self._text[:at]
+
+    def _num_held_back(self) -> int:
+        """Characters at the end of the text that a stop string may begin with."""
+        longest = min(max(map(len, self._stop), default=1) - 1, len(self._text) - self._search_from)
+        for length in range(longest, 0, -1):
+            tail = self._text[len(self._text) - length :]
+            if any(stop.startswith(tail) for stop in self._stop):
+                return length
+        return 0

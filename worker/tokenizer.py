@@ -1,0 +1,57 @@
+"""Text to tokens and back, with the model's own tokenizer and chat template."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from pagoda.worker.errors import InvalidRequestError, ModelError
+
+ChatMessage = Mapping[str, Any]
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer. Encoding is for one thread at a time; decoding for any."""
+
+    def __init__(self, folder: Path) -> None:
+        """Load it from a model folder. Raises `ModelError` if the folder has none."""
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens that the model puts around one."""
+        ids: list[int] = self._tokenizer.encode(text)
+        return ids
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins.
+
+        Raises `InvalidRequestError` if there is no chat template or it refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise InvalidRequestError("messages", "this model has no chat template; use completions")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise InvalidRequestError("messages", f"the model's chat template refuses them: {error}") from error
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the tokens, special ones left out. Incomplete characters come out as U+FFFD."""
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text

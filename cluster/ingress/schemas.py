@@ -205,8 +205,15 @@ def usage(*, num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: 
 
 
 def first_problem(problems: Sequence[Any]) -> tuple[str | None, str]:
-    """(field, message) of the first of pydantic's `errors()`."""
-    problem = problems[0]
+    """(field, message) of the first of pydantic's `errors()`.
+
+    A value that may be of several types fails once for each; shown is the type that it came closest to.
+    """
+    first = problems[0]["loc"][:1]
+    problem = max(
+        (problem for problem in problems if problem["loc"][:1] == first),
+        key=lambda problem: (len(problem["loc"]), [part for part in problem["loc"] if isinstance(part, int)]),
+    )
     if problem["type"] == "json_invalid":
         return None, f"not valid JSON: {problem.get('ctx', {}).get('error', problem['msg'])}"
     # The location also names the members of a union ("str", "list[int]").

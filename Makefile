@@ -1,0 +1,55 @@
+# Everything a developer runs. CI runs `make test` and nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+MODEL := smollm2-135m
+STAMP := $(VENV)/.installed
+
+.PHONY: setup lint type test serve proto bench bench-engine clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make serve         set up and serve $(MODEL) on http://127.0.0.1:8000/v1"
+	@echo "make test          set up, lint, check types and imports, run every test"
+	@echo "make setup         only set up, in $(VENV)"
+	@echo "make lint type     only these checks"
+	@echo "make proto         regenerate the modules of proto/*.proto"
+	@echo "make bench-engine  measure the engine's own overheads; writes build/bench/engine.json"
+
+setup: $(STAMP)
+
+# torch comes first and alone: any other package would bring a build of its own choice along.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Pagoda needs Python 3.11 or newer, this is " + sys.version)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+type: $(STAMP)
+	$(BIN)/mypy
+
+test: lint type
+	$(BIN)/pagoda model fetch $(MODEL)
+	$(BIN)/pytest
+
+serve: $(STAMP)
+	$(BIN)/pagoda serve --model $(MODEL) --port 8000
+
+proto: $(STAMP)
+	@if ls proto/*.proto >/dev/null 2>&1; then \
+		$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src --grpc_python_out=src src/pagoda/proto/*.proto; \
+	else echo "proto/ holds no .proto file yet"; fi
+
+bench: bench-engine
+
+bench-engine: $(STAMP)
+	$(BIN)/python tests/bench/bench_engine.py
+
+clean:
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -7,57 +7,67 @@ either can be updated without redeploying the other.
 import asyncio
 import logging
 import os
+import secrets
+import tempfile
+import time
+import uuid
 from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import RunTarget
-from ray.serve.config import HTTPOptions
-from ray.serve.handle import DeploymentHandle
+from ray.serve.config import HTTPOptions, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
+from pagoda.cluster import known_workers
 from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.ingress.http import build_http_app
 from pagoda.cluster.ingress.service import InferenceService
-from pagoda.cluster.replica import Worker
+from pagoda.cluster.ingress.sessions import WorkerEndpoint, WorkerSessions
+from pagoda.cluster.replica import Worker, WorkersRoot
+from pagoda.cluster.router import ROUTER_OPTIONS
+from pagoda.cluster.worker_client import ServeWorkerClient
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.tokenizer import Tokenizer
-from pagoda.worker.types import Request, SequenceOutput
 
 WORKERS_APP = "workers"
 FRONT_APP = "front"
 _ANSWER_DEADLINE_S = 10.0
 _HEALTH_PERIOD_S = 1.0
+_POLL_S = 0.1
 _SERVING = ("RUNNING", "DEPLOYING", "UNHEALTHY")
 
+# The ingress does nothing that blocks, so its loop may serve requests, routing and Serve's own calls alike.
+_FRONT_ENVIRONMENT = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
 
-class ServeWorkerClient:
-    """Implements `WorkerClient` over a Ray Serve handle; Serve picks the least loaded of two random workers."""
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self._handle = handle
-        self._streaming: Any = handle.options(stream=True)
-
-    async def ping(self) -> None:
-        await asyncio.wait_for(self._handle.ping.remote(), _ANSWER_DEADLINE_S)
-
-    async def stream(self, request: Request) -> AsyncGenerator[list[SequenceOutput], None]:
-        response = self._streaming.stream.remote(request)
-        try:
-            async for outputs in response:
-                yield outputs
-        finally:
-            response.cancel()
+def ray_environment(scratch: Path) -> dict[str, str]:
+    """Every Ray and Serve flag that we depend on, set explicitly; `scratch` is a folder for HAProxy's files."""
+    return {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # HAProxy instead of Serve's Python proxy: a fifth of its CPU time for each token.
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(scratch / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+    }
 
 
 def start_ray(config: ClusterConfig, *, address: str | None) -> None:
     """Join the Ray cluster at `address`, or start one on this machine that ends with this process."""
+    os.environ.update(ray_environment(Path(tempfile.mkdtemp(prefix="pagoda-"))))
     if address is not None:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # The worker actors reserve one CPU each, the ingress and Serve's own actors none.
     ray.init(
         num_cpus=max(config.num_workers, os.cpu_count() or 1),
@@ -78,10 +88,11 @@ def deploy(config: ClusterConfig, limits: EngineLimits) -> None:
         http_options=HTTPOptions(host=config.host, port=config.port, request_timeout_s=None),
         logging_config=logging_config,
     )
+    token = secrets.token_hex()
     serve.run_many(
         [
-            RunTarget(_workers(config), name=WORKERS_APP, route_prefix=None, logging_config=logging_config),
-            RunTarget(_front(config, limits), name=FRONT_APP, route_prefix="/", logging_config=logging_config),
+            RunTarget(_workers(config, token), name=WORKERS_APP, route_prefix=None, logging_config=logging_config),
+            RunTarget(_front(config, limits, token), name=FRONT_APP, route_prefix="/", logging_config=logging_config),
         ]
     )
 
@@ -97,46 +108,77 @@ def shut_down(*, stop_ray: bool) -> None:
 
     `stop_ray` says whether the Ray cluster is ours too; else only our applications go.
     """
+    for name in (FRONT_APP, WORKERS_APP):  # what runs in the front needs the workers
+        _delete(name)
     if stop_ray:
         serve.shutdown()  # type: ignore[no-untyped-call]
-    else:
-        serve.delete(FRONT_APP)
-        serve.delete(WORKERS_APP)
     ray.shutdown()
 
 
-def _workers(config: ClusterConfig) -> Any:
+def _delete(application: str) -> None:
+    if application not in serve.status().applications:
+        return
+    # Serve's own waiting ends after a minute, however long the drain time is.
+    serve.delete(application, _blocking=False)
+    while application in serve.status().applications:
+        time.sleep(_POLL_S)
+
+
+def _workers(config: ClusterConfig, token: str) -> Any:
     scheduler = config.engine.scheduler
-    deployment = serve.deployment(
+    worker = serve.deployment(
         num_replicas=config.num_workers,
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if config.engine.device.startswith("cuda") else 0},
         max_ongoing_requests=scheduler.max_num_seqs + scheduler.max_num_waiting,
-        max_queued_requests=-1,
-        health_check_period_s=_HEALTH_PERIOD_S,
-        health_check_timeout_s=_ANSWER_DEADLINE_S,
-        graceful_shutdown_wait_loop_s=0.2,
-        graceful_shutdown_timeout_s=config.drain_s,
-        max_constructor_retry_count=1,
+        request_router_config=RequestRouterConfig(**ROUTER_OPTIONS),
+        **_lifecycle(config),
     )
-    return deployment(Worker).bind(config.engine)
+    root = serve.deployment(ray_actor_options={"num_cpus": 0}, **_lifecycle(config))
+    return root(WorkersRoot).bind(worker(Worker).bind(config.engine, token, ray.util.get_node_ip_address))
 
 
-def _front(config: ClusterConfig, limits: EngineLimits) -> Any:
+def _front(config: ClusterConfig, limits: EngineLimits, token: str) -> Any:
     def build() -> FastAPI:
-        client = ServeWorkerClient(serve.get_deployment_handle("Worker", app_name=WORKERS_APP))
+        ingress_id = uuid.uuid4().hex
+        sessions = WorkerSessions(ingress_id, token=token)
+        handle = serve.get_deployment_handle("Worker", app_name=WORKERS_APP)
+        client = ServeWorkerClient(handle, sessions, ingress_id)
         service = InferenceService(Tokenizer(config.engine.model_path), client, limits)
-        return build_http_app(service, model_name=config.served_model_name)
 
-    deployment = serve.deployment(
+        @asynccontextmanager
+        async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+            loop = asyncio.get_running_loop()
+
+            def on_workers(workers: frozenset[WorkerEndpoint]) -> None:
+                loop.call_soon_threadsafe(sessions.set_routable, workers)
+
+            known_workers.WORKERS.listen(on_workers)
+            first_contact = asyncio.create_task(service.is_healthy())  # makes the router, which hears of the workers
+            yield
+            first_contact.cancel()
+            await sessions.shutdown()
+            service.close()
+
+        return build_http_app(service, model_name=config.served_model_name, lifespan=lifespan)
+
+    front = serve.deployment(
         name="Front",
-        num_replicas=1,
-        ray_actor_options={"num_cpus": 0},
+        num_replicas=config.num_ingresses,
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": _FRONT_ENVIRONMENT}},
         max_ongoing_requests=config.max_http_requests,
-        max_queued_requests=-1,
-        health_check_period_s=_HEALTH_PERIOD_S,
-        health_check_timeout_s=_ANSWER_DEADLINE_S,
-        graceful_shutdown_wait_loop_s=0.2,
-        graceful_shutdown_timeout_s=config.drain_s,
-        max_constructor_retry_count=1,
+        **_lifecycle(config),
     )
-    return deployment(serve.ingress(build)(type("Front", (), {}))).bind()
+    return front(serve.ingress(build)(type("Front", (), {}))).bind()
+
+
+def _lifecycle(config: ClusterConfig) -> dict[str, Any]:
+    """What all deployments have in common; Serve's own defaults differ between versions."""
+    return {
+        "max_queued_requests": -1,
+        "health_check_period_s": _HEALTH_PERIOD_S,
+        "health_check_timeout_s": _ANSWER_DEADLINE_S,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "graceful_shutdown_timeout_s": config.drain_s,
+        "max_constructor_retry_count": 1,
+        "max_surge_percent": 100,
+    }

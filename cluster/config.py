@@ -16,6 +16,8 @@ class ClusterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     num_workers: int = 1
+    num_ingresses: int = 1
+    """HTTP processes."""
     drain_s: float = 10.0
     """How long running requests may go on when the service stops."""
     max_http_requests: int = 4096
@@ -24,5 +26,6 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         require_in_range("port", self.port, 1, 65535)
         require_in_range("num_workers", self.num_workers, 1, 1024)
+        require_in_range("num_ingresses", self.num_ingresses, 1, 1024)
         require_in_range("drain_s", self.drain_s, 0, 3600)
         require_in_range("max_http_requests", self.max_http_requests, 1, 2**20)

@@ -1,23 +1,36 @@
 """What one worker replica does, apart from being a Ray Serve deployment (which `app.py` makes of it)."""
 
 import logging
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import Callable
 
+from pagoda.cluster.ingress.sessions import WorkerEndpoint
 from pagoda.worker.async_engine import AsyncEngine
 from pagoda.worker.config import EngineConfig
 from pagoda.worker.scheduler import SchedulerStats
-from pagoda.worker.types import Request, SequenceOutput
+from pagoda.worker.server import WorkerServer
+from pagoda.worker.types import Request
 
 logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Owns one engine."""
+    """Owns one engine and the gRPC server over which its tokens leave."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, token: str, own_address: Callable[[], str]) -> None:
+        """`own_address` gives the address of this host that ingress processes can dial; `token` is theirs to show."""
+        self._token = token
+        self._own_address = own_address
         self._engine = AsyncEngine(
             config, progress=lambda what, done, total: logger.debug("%s %d/%d", what, done, total)
         )
+        self._server: WorkerServer | None = None
+
+    async def record_replica_metadata(self) -> dict[str, str]:
+        """Serve calls this once the worker is made, and hands the result to every router."""
+        self._server = WorkerServer(self._engine, token=self._token)
+        endpoint = WorkerEndpoint(address=await self._server.start(self._own_address()), boot_id=uuid.uuid4().hex)
+        return endpoint.as_metadata()
 
     async def ping(self) -> None:
         """Answers."""
@@ -25,10 +38,10 @@ class Worker:
     async def stats(self) -> SchedulerStats:
         return self._engine.stats()
 
-    async def stream(self, request: Request) -> AsyncIterator[list[SequenceOutput]]:
-        """Outputs of a request; aborted when the reader goes away."""
-        async for outputs in self._engine.stream(request):
-            yield outputs
+    async def run_request(self, request: Request, ingress_id: str) -> None:
+        """Run a request to its end; its tokens go over the ingress's session. Cancelled when the client goes."""
+        assert self._server is not None
+        await self._server.run_request(request, ingress_id)
 
     def check_health(self) -> None:
         """Serve restarts the replica when this raises."""
@@ -38,3 +51,10 @@ class Worker:
     def __del__(self) -> None:
         """Serve calls this when the replica stops, after its requests ended or ran out of time."""
         self._engine.shutdown()
+
+
+class WorkersRoot:
+    """Stands before the workers: Serve allows no custom router on an application's root."""
+
+    def __init__(self, workers: object) -> None:
+        self._workers = workers

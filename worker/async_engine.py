@@ -1,7 +1,7 @@
-"""The engine for asyncio: one stream of outputs per request, aborted when its reader goes away."""
+"""The engine for asyncio: outputs arrive on an event loop, and a request ends when whoever waits for it goes away."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 
 from pagoda.worker.build import build_engine
 from pagoda.worker.config import EngineConfig, EngineLimits
@@ -10,13 +10,25 @@ from pagoda.worker.scheduler import SchedulerStats
 from pagoda.worker.types import Request, RequestId, SequenceOutput
 from pagoda.worker.weights import Progress
 
+Sink = Callable[[SequenceOutput], None]
+"""Takes a request's outputs, on the event loop; must not block."""
+
+
+class _Live:
+    """A request that has not ended."""
+
+    def __init__(self, request: Request, sink: Sink) -> None:
+        self.sink = sink
+        self.num_samples = request.sampling.n
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
 
 class AsyncEngine:
-    """Owns an engine and hands its outputs to the event loop that reads them, one callback a step."""
+    """Owns an engine and hands its outputs to one event loop, in one callback a step."""
 
     def __init__(self, config: EngineConfig, *, progress: Progress) -> None:
         """Load and start; blocks until the model is loaded. Raises as `build_engine` does."""
-        self._queues: dict[RequestId, asyncio.Queue[SequenceOutput]] = {}
+        self._live: dict[RequestId, _Live] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._engine: Engine = build_engine(config, on_outputs=self._on_outputs, progress=progress)
         self._engine.start()
@@ -33,28 +45,25 @@ class AsyncEngine:
     def stats(self) -> SchedulerStats:
         return self._engine.stats()
 
-    async def stream(self, request: Request) -> AsyncGenerator[list[SequenceOutput], None]:
-        """Run a request; yields what came since the last time. Closing the iterator early aborts the request.
+    async def run(self, request: Request, sink: Sink) -> None:
+        """Run a request to its end. Cancelling this aborts it.
 
-        All streams of one engine belong to one event loop. Raises as `Engine.add` does.
+        All requests of one engine belong to one event loop. Raises as `Engine.add` does.
         """
         self._loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[SequenceOutput] = asyncio.Queue()
         self._engine.add(request)
-        # Outputs arrive through the loop that is running this, so none can come before the queue is there.
-        self._queues[request.request_id] = queue
-        num_live = request.sampling.n
+        # Outputs arrive through the loop that is running this, so none can come before the entry is there.
+        live = self._live[request.request_id] = _Live(request, sink)
         try:
-            while num_live:
-                outputs = [await queue.get()]
-                while not queue.empty():
-                    outputs.append(queue.get_nowait())
-                num_live -= sum(output.finish_reason is not None for output in outputs)
-                yield outputs
+            await live.ended
         finally:
-            del self._queues[request.request_id]
-            if num_live:
+            del self._live[request.request_id]
+            if live.num_samples:
                 self._engine.abort(request.request_id)
+
+    def abort(self, request_id: RequestId, index: int) -> None:
+        """End one sample of a request, which gets a last output. Unknown and ended ones are ignored."""
+        self._engine.abort(request_id, index)
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests, wait for the running ones. Returns whether all ended in time."""
@@ -70,5 +79,10 @@ class AsyncEngine:
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
-            if (queue := self._queues.get(output.request_id)) is not None:
-                queue.put_nowait(output)
+            if (live := self._live.get(output.request_id)) is None:
+                continue
+            live.sink(output)
+            if output.finish_reason is not None:
+                live.num_samples -= 1
+                if live.num_samples == 0 and not live.ended.done():
+                    live.ended.set_result(None)

@@ -70,6 +70,7 @@ class _Add:
 @dataclass(frozen=True, slots=True)
 class _Abort:
     request_id: RequestId
+    index: int | None
 
 
 class Engine:
@@ -136,11 +137,11 @@ class Engine:
             self._inbox.append(_Add(request, secrets.randbelow(MAX_SEED + 1) if seed is None else seed, root))
             self._wake.notify_all()
 
-    def abort(self, request_id: RequestId) -> None:
-        """End a request. Its sequences get a last output with reason `abort`; unknown ids are ignored."""
+    def abort(self, request_id: RequestId, index: int | None = None) -> None:
+        """End a request, or one of its samples, with a last output of reason `abort`; unknown ids are ignored."""
         with self._wake:
             if request_id in self._live:
-                self._inbox.append(_Abort(request_id))
+                self._inbox.append(_Abort(request_id, index))
                 self._wake.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
@@ -187,7 +188,7 @@ class Engine:
             if isinstance(command, _Add):
                 self._scheduler.add(command.request, seed=command.seed, hash_root=command.hash_root)
             else:
-                self._emit(self._scheduler.abort(command.request_id))
+                self._emit(self._scheduler.abort(command.request_id, command.index))
         return True
 
     def _wait_for_command(self, timeout_s: float | None) -> bool:
@@ -232,4 +233,7 @@ class Engine:
         with self._wake:
             self._accepting = False
             live = [(request_id, index) for request_id, samples in self._live.items() for index in sorted(samples)]
-        self._emit([SequenceOutput(i, index, (), finish_reason=reason, error=error) for i, index in live])
+        try:
+            self._emit([SequenceOutput(i, index, (), finish_reason=reason, error=error) for i, index in live])
+        except Exception:
+            logger.exception("nobody takes the ends of the last %d sequences", len(live))

@@ -125,12 +125,15 @@ class Scheduler:
             self._push_waiting(sequence)
         self._requests[request.request_id] = samples
 
-    def abort(self, request_id: RequestId) -> list[SequenceOutput]:
-        """End what is left of a request. Unknown and ended requests are ignored: aborts may come late or twice."""
+    def abort(self, request_id: RequestId, index: int | None = None) -> list[SequenceOutput]:
+        """End what is left of a request, or of one of its samples.
+
+        Unknown and ended ones are ignored: aborts may come late or twice.
+        """
         return [
             self._finish(sequence, FinishReason.ABORT)
             for sequence in self._requests.get(request_id, ())
-            if sequence.state is not SequenceState.FINISHED
+            if sequence.state is not SequenceState.FINISHED and index in (None, sequence.index)
         ]
 
     def schedule(self) -> SchedulerOutput:

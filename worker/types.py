@@ -1,7 +1,7 @@
 """Messages between the parts of a replica, and between a replica and who calls it. Standard library only."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NewType
 
@@ -102,6 +102,10 @@ class SequenceOutput:
     error: str | None = None
     num_cached_tokens: int = 0
     """Prompt tokens found in the cache when the sequence was first admitted."""
+
+    def merged_with(self, later: "SequenceOutput") -> "SequenceOutput":
+        """This output and the next one of the same sequence as one."""
+        return replace(later, token_ids=self.token_ids + later.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

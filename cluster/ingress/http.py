@@ -4,8 +4,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -45,9 +45,12 @@ class UnknownModelError(InvalidRequestError):
     """The request asks for a model that is not served here."""
 
 
-def build_http_app(service: InferenceService, *, model_name: str) -> FastAPI:
-    """The application. `model_name` is what clients must put into `model`."""
-    app = FastAPI(title="Pagoda", version=__version__)
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+def build_http_app(service: InferenceService, *, model_name: str, lifespan: Lifespan | None = None) -> FastAPI:
+    """The application. `model_name` is what clients must put into `model`; `lifespan` is entered while it serves."""
+    app = FastAPI(title="Pagoda", version=__version__, lifespan=lifespan)
     api = _Api(service, model_name)
     app.get("/health")(api.health)
     app.get("/v1/models")(api.list_models)
@@ -199,7 +202,7 @@ async def _events(
                         yield _event(builder.chunk(index, output.text))
         if include_usage:
             yield _event(builder.usage_chunk(tally.usage()))
-    except PagodaError as error:
+    except Exception as error:  # noqa: BLE001  (whatever it is, the client must hear of it)
         yield _event(_describe(error)[1])
     yield "data: [DONE]\n\n"
 
@@ -243,7 +246,9 @@ async def _unless_client_goes(http: HttpRequest, work: Coroutine[Any, Any, T]) -
 
 async def _on_error(http: HttpRequest, error: Exception) -> Response:  # noqa: ARG001  (the handler's signature)
     status, body = _describe(error)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    headers = error.headers if isinstance(error, HTTPException) else None
+    if status in (429, 503):
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
     return JSONResponse(body, status_code=status, headers=headers)
 
 

@@ -1,11 +1,12 @@
 """Reaches an engine in this process: for offline generation and for tests of the API without a cluster."""
 
+import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 from pagoda.worker.async_engine import AsyncEngine
 from pagoda.worker.errors import EngineStoppedError
-from pagoda.worker.types import Request, SequenceOutput
+from pagoda.worker.pending_outputs import PendingOutputs
+from pagoda.worker.types import Request, RequestId, SequenceOutput
 
 
 class LocalWorkerClient:
@@ -19,6 +20,17 @@ class LocalWorkerClient:
             raise EngineStoppedError("the engine died")
 
     async def stream(self, request: Request) -> AsyncGenerator[list[SequenceOutput], None]:
-        async with aclosing(self._engine.stream(request)) as outputs:
-            async for batch in outputs:
+        outputs = PendingOutputs()
+        running = asyncio.ensure_future(self._engine.run(request, outputs.put))
+        running.add_done_callback(outputs.end_with)
+        try:
+            num_live = request.sampling.n
+            while num_live:
+                batch = await outputs.take()
+                num_live -= sum(output.finish_reason is not None for output in batch)
                 yield batch
+        finally:
+            running.cancel()
+
+    def abort_sample(self, request_id: RequestId, index: int) -> None:
+        self._engine.abort(request_id, index)

@@ -32,6 +32,10 @@ class WorkerClient(Protocol):
         """Run a request on some worker. Closing the generator aborts it. Raises as `Engine.add` does."""
         ...
 
+    def abort_sample(self, request_id: RequestId, index: int) -> None:
+        """End one sample of a running request; what still comes for it may be ignored."""
+        ...
+
 
 class GenerationFailedError(PagodaError):
     """A worker accepted the request and then could not finish it."""
@@ -117,6 +121,8 @@ class InferenceService:
                     piece = _to_text(output, detokenizer)
                     if piece.finish_reason is not None:
                         del detokenizers[output.index]
+                        if output.finish_reason is None and detokenizers:
+                            self._client.abort_sample(request.request_id, output.index)
                     pieces.append(piece)
                 if pieces:
                     yield pieces
@@ -135,13 +141,16 @@ def _to_text(output: SequenceOutput, detokenizer: Detokenizer) -> TextOutput:
         raise EngineStoppedError("the worker stopped before the request was finished")
     # A sequence that ends by a token does not show that token.
     visible = output.token_ids[:-1] if reason is FinishReason.STOP else output.token_ids
+    num_tokens_before = detokenizer.num_tokens
     text = detokenizer.push(visible, is_last=reason is not None)
+    num_new_tokens = len(output.token_ids)
     if detokenizer.stopped_by is not None:
         reason = FinishReason.STOP
+        num_new_tokens = detokenizer.num_tokens - num_tokens_before  # those behind the stop string do not count
     return TextOutput(
         index=output.index,
         text=text,
-        num_new_tokens=len(output.token_ids),
+        num_new_tokens=num_new_tokens,
         finish_reason=reason,
         num_cached_tokens=output.num_cached_tokens,
     )

@@ -1,0 +1,138 @@
+"""The ingress's gRPC sessions with the workers, over which all tokens come."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass
+
+import grpc
+
+from pagoda.proto import tokens_pb2, tokens_pb2_grpc
+from pagoda.worker.errors import EngineStoppedError
+from pagoda.worker.pending_outputs import PendingOutputs
+from pagoda.worker.token_stream import decode
+from pagoda.worker.types import RequestId
+
+logger = logging.getLogger(__name__)
+
+_KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", 64 * 2**20),
+]
+_MAX_COMMANDS = 4096
+_RECONNECT_S = 0.2
+
+
+class WorkerLostError(EngineStoppedError):
+    """The session over which a request's tokens came has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEndpoint:
+    """Where a worker's gRPC server listens. `boot_id` is new for each start of a worker."""
+
+    address: str
+    boot_id: str
+
+    def as_metadata(self) -> dict[str, str]:
+        """What a worker publishes through Serve."""
+        return {"address": self.address, "boot_id": self.boot_id}
+
+    @staticmethod
+    def from_metadata(metadata: dict[str, str]) -> "WorkerEndpoint | None":
+        """The inverse; None if the worker has not published anything."""
+        return WorkerEndpoint(metadata["address"], metadata["boot_id"]) if metadata else None
+
+
+class _Session:
+    """A session with one worker and the requests whose tokens came over it."""
+
+    def __init__(self) -> None:
+        self.commands: asyncio.Queue[tokens_pb2.SessionCommand] = asyncio.Queue(_MAX_COMMANDS)
+        self.requests: set[RequestId] = set()
+
+
+class WorkerSessions:
+    """Keeps one session with every worker it has heard of, until that worker is gone. One event loop."""
+
+    def __init__(self, ingress_id: str, *, token: str) -> None:
+        self._ingress_id = ingress_id
+        self._metadata = (("authorization", f"Bearer {token}"),)
+        self._tasks: dict[WorkerEndpoint, asyncio.Task[None]] = {}
+        self._routable: set[WorkerEndpoint] = set()
+        self._outputs: dict[RequestId, PendingOutputs] = {}
+        self._session_of: dict[RequestId, _Session] = {}
+
+    def set_routable(self, endpoints: Collection[WorkerEndpoint]) -> None:
+        """Dial workers that are new. Sessions with those that left stay: what runs there is still draining."""
+        self._routable = set(endpoints)
+        for endpoint in self._routable - self._tasks.keys():
+            self._tasks[endpoint] = asyncio.create_task(self._keep(endpoint))
+
+    def open(self, request_id: RequestId) -> PendingOutputs:
+        """Register a request, before it is sent. Its outputs come into what is returned."""
+        outputs = self._outputs[request_id] = PendingOutputs()
+        return outputs
+
+    def close(self, request_id: RequestId) -> None:
+        """Forget a request; what still comes for it is dropped."""
+        self._outputs.pop(request_id, None)
+        if (session := self._session_of.pop(request_id, None)) is not None:
+            session.requests.discard(request_id)
+
+    def abort_sample(self, request_id: RequestId, index: int) -> None:
+        """Tell the worker that one sample needs no more tokens."""
+        if (session := self._session_of.get(request_id)) is not None and not session.commands.full():
+            abort = tokens_pb2.AbortSample(request_id=request_id, index=index)
+            session.commands.put_nowait(tokens_pb2.SessionCommand(abort=abort))
+
+    async def shutdown(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep(self, endpoint: WorkerEndpoint) -> None:
+        """Hold the session; dial again for as long as the worker is routable."""
+        try:
+            while True:
+                try:
+                    await self._run(endpoint)
+                except grpc.aio.AioRpcError as error:
+                    logger.info("session with %s ended: %s", endpoint.address, error.details())
+                if endpoint not in self._routable:
+                    return
+                await asyncio.sleep(_RECONNECT_S)
+        finally:
+            del self._tasks[endpoint]
+
+    async def _run(self, endpoint: WorkerEndpoint) -> None:
+        session = _Session()
+        hello = tokens_pb2.SessionHello(ingress_id=self._ingress_id)
+        await session.commands.put(tokens_pb2.SessionCommand(hello=hello))
+        async with grpc.aio.insecure_channel(endpoint.address, options=_KEEPALIVE) as channel:
+            stub = tokens_pb2_grpc.TokenStreamStub(channel)
+            call = stub.Session(_drain(session.commands), metadata=self._metadata)
+            try:
+                async for batch in call:
+                    self._deliver(batch, session)
+            finally:
+                for request_id in list(session.requests):
+                    if (outputs := self._outputs.get(request_id)) is not None:
+                        outputs.fail(WorkerLostError(f"the worker at {endpoint.address} is gone"))
+
+    def _deliver(self, batch: tokens_pb2.TokenBatch, session: _Session) -> None:
+        for output in decode(batch):
+            if (outputs := self._outputs.get(output.request_id)) is not None:
+                if output.request_id not in self._session_of:
+                    self._session_of[output.request_id] = session
+                    session.requests.add(output.request_id)
+                outputs.put(output)
+
+
+async def _drain(commands: asyncio.Queue[tokens_pb2.SessionCommand]) -> AsyncIterator[tokens_pb2.SessionCommand]:
+    while True:
+        yield await commands.get()

@@ -1,0 +1,31 @@
+"""The workers that this process's router has heard of.
+
+Serve makes its request router from a class that it pickles by value, so ingress and router cannot be given to each
+other: they meet here, in the one object of this module. It has a module to itself because modules are pickled by name.
+"""
+
+from collections.abc import Callable
+
+from pagoda.cluster.ingress.sessions import WorkerEndpoint
+
+
+class KnownWorkers:
+    """The workers that can be routed to."""
+
+    def __init__(self) -> None:
+        self._endpoints: frozenset[WorkerEndpoint] = frozenset()
+        self._listener: Callable[[frozenset[WorkerEndpoint]], None] | None = None
+
+    def listen(self, listener: Callable[[frozenset[WorkerEndpoint]], None]) -> None:
+        """Call `listener` now and whenever the workers change, on the thread of whoever changes them."""
+        self._listener = listener
+        listener(self._endpoints)
+
+    def update(self, endpoints: frozenset[WorkerEndpoint]) -> None:
+        if endpoints != self._endpoints:
+            self._endpoints = endpoints
+            if self._listener is not None:
+                self._listener(endpoints)
+
+
+WORKERS = KnownWorkers()

@@ -1,0 +1,78 @@
+"""Reaches the workers through Ray Serve: the call by Serve, the tokens over the gRPC sessions."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.handle import DeploymentHandle
+
+from pagoda.cluster.ingress.sessions import WorkerLostError, WorkerSessions
+from pagoda.worker.errors import EngineStoppedError
+from pagoda.worker.types import Request, RequestId, SequenceOutput
+
+PING_DEADLINE_S = 10.0
+MAX_TRIES = 3
+"""Workers that a request is tried on if one dies before its first token."""
+
+
+class ServeWorkerClient:
+    """Implements `WorkerClient`.
+
+    Each request is one unary Serve call that lasts as long as the request: so Serve counts it, drains it, and ends it
+    when either side dies.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any], sessions: WorkerSessions, ingress_id: str) -> None:
+        self._handle = handle
+        self._sessions = sessions
+        self._ingress_id = ingress_id
+
+    async def ping(self) -> None:
+        await asyncio.wait_for(self._handle.ping.remote(), PING_DEADLINE_S)
+
+    async def stream(self, request: Request) -> AsyncGenerator[list[SequenceOutput], None]:
+        for tries_left in reversed(range(MAX_TRIES)):
+            is_begun = False
+            try:
+                async with contextlib.aclosing(self._try(request)) as batches:
+                    async for batch in batches:
+                        is_begun = True
+                        yield batch
+                return
+            except WorkerLostError:
+                if is_begun or not tries_left:
+                    raise
+
+    def abort_sample(self, request_id: RequestId, index: int) -> None:
+        self._sessions.abort_sample(request_id, index)
+
+    async def _try(self, request: Request) -> AsyncGenerator[list[SequenceOutput], None]:
+        # Registered before the call, so that no token comes too early.
+        outputs = self._sessions.open(request.request_id)
+        call = asyncio.ensure_future(self._call(request))
+        call.add_done_callback(outputs.end_with)
+        try:
+            num_live = request.sampling.n
+            while num_live:
+                batch = await outputs.take()
+                num_live -= sum(output.finish_reason is not None for output in batch)
+                yield batch
+        finally:
+            call.cancel()
+            self._sessions.close(request.request_id)
+
+    async def _call(self, request: Request) -> None:
+        response = self._handle.run_request.remote(request, self._ingress_id)
+        try:
+            await response
+        except RayTaskError as error:
+            # The remote error as it was; its own text is a remote stack trace.
+            if isinstance(error.cause, EngineStoppedError):
+                raise WorkerLostError(str(error.cause)) from error
+            raise error.cause from error
+        except RayError as error:
+            raise WorkerLostError("the worker is gone") from error
+        finally:
+            response.cancel()  # type: ignore[no-untyped-call]

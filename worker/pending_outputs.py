@@ -1,0 +1,46 @@
+"""Outputs on their way to a reader that may be slower than the engine.
+
+What comes while the reader is away is merged per sample, so a slow reader costs a few numbers per token and delays
+nobody: neither the engine nor the other requests.
+"""
+
+import asyncio
+
+from pagoda.worker.types import RequestId, SequenceOutput
+
+
+class PendingOutputs:
+    """Put from the event loop, taken by one reader on the same loop."""
+
+    def __init__(self) -> None:
+        self._pending: dict[tuple[RequestId, int], SequenceOutput] = {}
+        self._ready = asyncio.Event()
+        self._error: BaseException | None = None
+
+    def put(self, output: SequenceOutput) -> None:
+        """Add to what is pending for the output's sample."""
+        key = (output.request_id, output.index)
+        before = self._pending.get(key)
+        self._pending[key] = output if before is None else before.merged_with(output)
+        self._ready.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Make `take` raise `error` once what is pending is taken."""
+        self._error = error
+        self._ready.set()
+
+    def end_with(self, call: "asyncio.Future[None]") -> None:
+        """Done-callback of the call that runs the request: what it raises, `take` raises."""
+        if not call.cancelled() and (error := call.exception()) is not None:
+            self.fail(error)
+
+    async def take(self) -> list[SequenceOutput]:
+        """All that is pending, at least one output. Raises the error that `fail` was given."""
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            self._ready.clear()
+            await self._ready.wait()
+        outputs = list(self._pending.values())
+        self._pending.clear()
+        return outputs

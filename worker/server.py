@@ -1,0 +1,119 @@
+"""A worker's gRPC server: streams the tokens of running requests to the ingress processes that asked for them.
+
+    ingress                                    worker
+       | -- Session(hello) ---------------------> |      one per ingress process and worker
+       | -- run_request (a Ray Serve call) -----> | -- engine
+       | <---------- TokenBatch, one a step ----- | <-- outputs
+       | -- abort one sample -------------------> |
+       | <-- run_request returns ---------------- |      when every sample has ended
+
+A session that ends takes its ingress's requests with it. No Ray in here: the call comes through `run_request`.
+"""
+
+import asyncio
+import hmac
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from pagoda.proto import tokens_pb2, tokens_pb2_grpc
+from pagoda.worker.async_engine import AsyncEngine
+from pagoda.worker.errors import EngineStoppedError
+from pagoda.worker.pending_outputs import PendingOutputs
+from pagoda.worker.token_stream import encode
+from pagoda.worker.types import Request, RequestId
+
+logger = logging.getLogger(__name__)
+
+SESSION_DEADLINE_S = 5.0
+"""How long a request waits for its ingress's session, which may still be on its way when a worker has just started."""
+_STOP_GRACE_S = 1.0
+
+
+class SessionLostError(EngineStoppedError):
+    """The ingress that asked for a request has no session with this worker."""
+
+
+class _Session:
+    """One ingress's session."""
+
+    def __init__(self) -> None:
+        self.outputs = PendingOutputs()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class WorkerServer(tokens_pb2_grpc.TokenStreamServicer):
+    """Serves one engine. Everything runs on one event loop, the one it is made on."""
+
+    def __init__(self, engine: AsyncEngine, *, token: str) -> None:
+        """`token` is what callers must show."""
+        self._engine = engine
+        self._authorization = f"Bearer {token}".encode()
+        self._sessions: defaultdict[str, asyncio.Future[_Session]] = defaultdict(
+            asyncio.get_running_loop().create_future
+        )
+        """By ingress id; pending while a request is here before its session."""
+        self._server = grpc.aio.server()
+        tokens_pb2_grpc.add_TokenStreamServicer_to_server(self, self._server)
+
+    async def start(self, host: str) -> str:
+        """Listen on a free port of `host`. Returns the address to dial."""
+        port = self._server.add_insecure_port(f"{host}:0")
+        await self._server.start()
+        return f"{host}:{port}"
+
+    async def stop(self) -> None:
+        await self._server.stop(_STOP_GRACE_S)
+
+    async def run_request(self, request: Request, ingress_id: str) -> None:
+        """Run a request to its end, its outputs going to the ingress's session. Cancelling it aborts the request.
+
+        Raises as `Engine.add` does, and `SessionLostError` if the session does not come or ends.
+        """
+        try:
+            session = await asyncio.wait_for(asyncio.shield(self._sessions[ingress_id]), SESSION_DEADLINE_S)
+        except TimeoutError:
+            raise SessionLostError(f"no session from ingress {ingress_id}") from None
+        running = asyncio.ensure_future(self._engine.run(request, session.outputs.put))
+        try:
+            await asyncio.wait({running, session.ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                raise SessionLostError(f"the session of ingress {ingress_id} ended")
+            running.result()
+        finally:
+            running.cancel()
+
+    async def Session(
+        self, request_iterator: AsyncIterator[tokens_pb2.SessionCommand], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[tokens_pb2.TokenBatch]:
+        """One ingress's session; see the proto."""
+        shown = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if not hmac.compare_digest(str(shown).encode(), self._authorization):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: wrong or missing token")
+        first = await anext(request_iterator, tokens_pb2.SessionCommand())
+        ingress_id = first.hello.ingress_id
+        if not ingress_id or (ingress_id in self._sessions and self._sessions[ingress_id].done()):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello.ingress_id: missing or in use")
+        session = _Session()
+        self._sessions[ingress_id].set_result(session)
+        reading = asyncio.create_task(self._read_commands(request_iterator, session))
+        try:
+            while True:
+                yield encode(await session.outputs.take())
+        except SessionLostError:
+            return
+        finally:
+            del self._sessions[ingress_id]
+            session.ended.set_result(None)
+            reading.cancel()
+
+    async def _read_commands(self, commands: AsyncIterator[tokens_pb2.SessionCommand], session: _Session) -> None:
+        try:
+            async for command in commands:
+                if command.HasField("abort"):
+                    self._engine.abort(RequestId(command.abort.request_id), command.abort.index)
+        finally:
+            session.outputs.fail(SessionLostError("the ingress closed its session"))

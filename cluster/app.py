@@ -7,12 +7,14 @@ either can be updated without redeploying the other.
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import ray
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayError, RayTaskError
 from ray.serve import RunTarget
 from ray.serve.config import HTTPOptions
 from ray.serve.handle import DeploymentHandle
@@ -23,6 +25,7 @@ from pagoda.cluster.ingress.http import build_http_app
 from pagoda.cluster.ingress.service import InferenceService
 from pagoda.cluster.replica import Worker
 from pagoda.worker.config import EngineLimits
+from pagoda.worker.errors import EngineStoppedError
 from pagoda.worker.tokenizer import Tokenizer
 from pagoda.worker.types import Request, SequenceOutput
 
@@ -30,6 +33,7 @@ WORKERS_APP = "workers"
 FRONT_APP = "front"
 _ANSWER_DEADLINE_S = 10.0
 _HEALTH_PERIOD_S = 1.0
+_POLL_S = 0.1
 _SERVING = ("RUNNING", "DEPLOYING", "UNHEALTHY")
 
 
@@ -48,6 +52,10 @@ class ServeWorkerClient:
         try:
             async for outputs in response:
                 yield outputs
+        except RayTaskError as error:
+            raise error.cause from error  # its own text is a remote stack trace
+        except RayError as error:
+            raise EngineStoppedError("the worker is gone") from error
         finally:
             response.cancel()
 
@@ -97,12 +105,20 @@ def shut_down(*, stop_ray: bool) -> None:
 
     `stop_ray` says whether the Ray cluster is ours too; else only our applications go.
     """
+    for name in (FRONT_APP, WORKERS_APP):  # what runs in the front needs the workers
+        _delete(name)
     if stop_ray:
         serve.shutdown()  # type: ignore[no-untyped-call]
-    else:
-        serve.delete(FRONT_APP)
-        serve.delete(WORKERS_APP)
     ray.shutdown()
+
+
+def _delete(application: str) -> None:
+    if application not in serve.status().applications:
+        return
+    # Serve's own waiting ends after a minute, however long the drain time is.
+    serve.delete(application, _blocking=False)
+    while application in serve.status().applications:
+        time.sleep(_POLL_S)
 
 
 def _workers(config: ClusterConfig) -> Any:

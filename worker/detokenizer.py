@@ -35,6 +35,11 @@ class Detokenizer:
         """All text so far, what is held back included."""
         return self._text
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken so far, up to the one that completed the stop string."""
+        return len(self._token_ids)
+
     def push(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
         """Take tokens and return the text that is certain by now. After a stop string nothing more is taken.
 
@@ -45,13 +50,8 @@ class Detokenizer:
                 break
             self._token_ids.append(token_id)
             self._extend_text(flush=False)
-            if len(self._token_ids) <= self._min_tokens:
-                self._search_from = len(self._text)
-            else:
-                self._find_stop()
         if is_last and self.stopped_by is None:
             self._extend_text(flush=True)
-            self._find_stop()
         certain = len(self._text)
         if self.stopped_by is None and not is_last:
             certain -= self._num_held_back()
@@ -60,11 +60,16 @@ class Detokenizer:
         return given
 
     def _extend_text(self, *, flush: bool) -> None:
+        """Take over new text, unless it ends inside a character, and look for a stop string in it."""
         before = self._decode(self._token_ids[self._context : self._read])
         now = self._decode(self._token_ids[self._context :])
         if len(now) > len(before) and (flush or not now.endswith(_INCOMPLETE)):
             self._text += now[len(before) :]
             self._context, self._read = self._read, len(self._token_ids)
+        if len(self._token_ids) <= self._min_tokens:
+            self._search_from = len(self._text)
+        else:
+            self._find_stop()
 
     def _find_stop(self) -> None:
         longest = max(map(len, self._stop), default=0)

@@ -232,4 +232,7 @@ class Engine:
         with self._wake:
             self._accepting = False
             live = [(request_id, index) for request_id, samples in self._live.items() for index in sorted(samples)]
-        self._emit([SequenceOutput(i, index, (), finish_reason=reason, error=error) for i, index in live])
+        try:
+            self._emit([SequenceOutput(i, index, (), finish_reason=reason, error=error) for i, index in live])
+        except Exception:
+            logger.exception("nobody takes the ends of the last %d sequences", len(live))

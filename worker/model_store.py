@@ -126,7 +126,8 @@ class ModelStore:
                 if not damaged:
                     return path
                 progress(f"{', '.join(damaged)} damaged: fetching again", 0, 1)
-                shutil.rmtree(path)
+            if path.exists():
+                shutil.rmtree(path)  # damaged, or not whole
             partial = path.with_name(path.name + ".partial")
             source = self._fill(partial, name, known, progress)
             _write_manifest(partial, source, progress)

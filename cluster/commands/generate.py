@@ -20,9 +20,11 @@ from pagoda.cluster.ingress.schemas import ChatMessage, SamplingFields, first_pr
 from pagoda.cluster.ingress.service import InferenceService
 from pagoda.worker.async_engine import AsyncEngine
 from pagoda.worker.build import plan_engine
-from pagoda.worker.errors import InvalidRequestError
+from pagoda.worker.errors import InvalidRequestError, OverloadedError
 from pagoda.worker.tokenizer import Tokenizer
 from pagoda.worker.types import SamplingParams
+
+_RETRY_S = 0.05
 
 
 class Line(SamplingFields):
@@ -104,15 +106,18 @@ async def _run(service: InferenceService, lines: list[tuple[int, Line]], sink: T
 
         async def run(job: Job) -> dict[str, Any]:
             async with slots:
-                result = await _generate(service, job)
+                result = await _generate_when_there_is_room(service, job)
             bar.update()
             return result
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run(job)) for job in jobs]
-            for index, task in enumerate(tasks):
-                sink.write(json.dumps({"index": index, **await task}, ensure_ascii=False) + "\n")
-                sink.flush()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(run(job)) for job in jobs]
+                for index, task in enumerate(tasks):
+                    sink.write(json.dumps({"index": index, **await task}, ensure_ascii=False) + "\n")
+                    sink.flush()
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
 
 
 async def _job(service: InferenceService, number: int, line: Line) -> Job:
@@ -126,6 +131,14 @@ async def _job(service: InferenceService, number: int, line: Line) -> Job:
     except InvalidRequestError as error:
         raise click.ClickException(f"line {number}: {error}") from error
     return Job(line.id, prompt, sampling)
+
+
+async def _generate_when_there_is_room(service: InferenceService, job: Job) -> dict[str, Any]:
+    while True:
+        try:
+            return await _generate(service, job)
+        except OverloadedError:  # jobs are as many sequences as they have samples, and aborted ones take a step to go
+            await asyncio.sleep(_RETRY_S)
 
 
 async def _generate(service: InferenceService, job: Job) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from pagoda.cluster.commands.progress import show_progress
-from pagoda.worker.config import GIB, CacheConfig, EngineConfig, SchedulerConfig
+from pagoda.worker.config import GIB, CacheConfig, EngineConfig, SchedulerConfig, require_in_range
 from pagoda.worker.model_store import ModelStore
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -77,6 +77,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     Raises `ConfigError` or `ModelError`, before any long work where it can be known.
     """
     take = options.pop
+    require_in_range("kv_cache_gib", options["kv_cache_gib"], 0.001, 2**20)
     cache = CacheConfig(
         block_size=take("block_size"),
         memory_bytes=int(take("kv_cache_gib") * GIB),

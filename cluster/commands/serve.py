@@ -5,6 +5,8 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,6 +14,7 @@ import click
 from pagoda.cluster.commands.options import engine_config, engine_options
 from pagoda.cluster.config import ClusterConfig
 from pagoda.worker.build import plan_engine
+from pagoda.worker.config import EngineConfig
 from pagoda.worker.errors import ConfigError
 
 _CHECK_PERIOD_S = 1.0
@@ -39,20 +42,25 @@ def serve(
     name = served_model_name or options["model"].rstrip("/").rsplit("/", 1)[-1]
     if options["num_threads"] is None:
         options["num_threads"] = max(1, (os.cpu_count() or 1) // max(1, num_workers))
-    config = ClusterConfig(
-        engine=engine_config(options),
+    config = ClusterConfig(  # complains before anything is fetched
+        engine=EngineConfig(Path()),
         served_model_name=name,
         host=host,
         port=port,
         num_workers=num_workers,
         drain_s=drain_s,
     )
+    config = replace(config, engine=engine_config(options))
     plan = plan_engine(config.engine)
     _check_port_is_free(host, port)
 
     interrupted = threading.Event()
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, lambda *_: interrupted.set())
+
+    def take_signals() -> None:
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signal_number, lambda *_: interrupted.set())
+
+    take_signals()
 
     def say(what: str) -> None:
         click.echo(f"[{time.monotonic() - begin:5.1f} s] {what}", err=True)
@@ -61,6 +69,7 @@ def serve(
     from pagoda.cluster.app import deploy, is_up, shut_down, start_ray  # seconds to import
 
     start_ray(config, address=ray_address)
+    take_signals()  # Ray has put its own handlers in their place, which abort
     try:
         say(f"loading {name} in {num_workers} worker{'s' if num_workers > 1 else ''}")
         deploy(config, plan.limits)

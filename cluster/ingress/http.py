@@ -199,7 +199,7 @@ async def _events(
                         yield _event(builder.chunk(index, output.text))
         if include_usage:
             yield _event(builder.usage_chunk(tally.usage()))
-    except PagodaError as error:
+    except Exception as error:  # noqa: BLE001  (whatever it is, the client must hear of it)
         yield _event(_describe(error)[1])
     yield "data: [DONE]\n\n"
 
@@ -243,7 +243,9 @@ async def _unless_client_goes(http: HttpRequest, work: Coroutine[Any, Any, T]) -
 
 async def _on_error(http: HttpRequest, error: Exception) -> Response:  # noqa: ARG001  (the handler's signature)
     status, body = _describe(error)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    headers = error.headers if isinstance(error, HTTPException) else None
+    if status in (429, 503):
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
     return JSONResponse(body, status_code=status, headers=headers)
 
 

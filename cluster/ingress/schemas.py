@@ -55,11 +55,11 @@ def _refuse_unsupported(data: object, neutral: dict[str, tuple[Any, ...]]) -> ob
     if not isinstance(data, dict):
         return data
     for name in data.keys() & neutral.keys():
+        value = data[name]
         # True == 1 in Python; here it is another type and so another value.
-        is_neutral = data[name] is None or any(
-            type(data[name]) in (type(v), float) and data[name] == v for v in neutral[name]
-        )
-        if not is_neutral:
+        if value is not None and not any(
+            value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral[name]
+        ):
             raise PydanticCustomError("unsupported_field", "{field} is not supported", {"field": name})
     return {key: value for key, value in data.items() if key not in neutral}
 

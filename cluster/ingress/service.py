@@ -135,13 +135,16 @@ def _to_text(output: SequenceOutput, detokenizer: Detokenizer) -> TextOutput:
         raise EngineStoppedError("the worker stopped before the request was finished")
     # A sequence that ends by a token does not show that token.
     visible = output.token_ids[:-1] if reason is FinishReason.STOP else output.token_ids
+    num_tokens_before = detokenizer.num_tokens
     text = detokenizer.push(visible, is_last=reason is not None)
+    num_new_tokens = len(output.token_ids)
     if detokenizer.stopped_by is not None:
         reason = FinishReason.STOP
+        num_new_tokens = detokenizer.num_tokens - num_tokens_before  # those behind the stop string do not count
     return TextOutput(
         index=output.index,
         text=text,
-        num_new_tokens=len(output.token_ids),
+        num_new_tokens=num_new_tokens,
         finish_reason=reason,
         num_cached_tokens=output.num_cached_tokens,
     )

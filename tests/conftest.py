@@ -2,6 +2,6 @@
 
 from hypothesis import settings
 
-settings.register_profile("default", deadline=None, derandomize=True)
-settings.register_profile("explore", deadline=None, max_examples=5000)
+settings.register_profile("default", max_examples=300, deadline=None, derandomize=True)
+settings.register_profile("explore", max_examples=10_000, deadline=None)
 settings.load_profile("default")

@@ -29,7 +29,7 @@ SlotContent = tuple[bytes | None, tuple[int, ...]]
 """What a slot's KV depends on: the hash root, and all tokens up to the slot's own."""
 
 
-class StepFailure(Exception):
+class StepFailedError(Exception):
     """A fake executor was told to fail."""
 
 
@@ -105,13 +105,13 @@ class FakeExecutor:
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         failure = self.failures.popleft() if self.failures else None
         if failure == "before it began":
-            raise StepFailure(failure)
+            raise StepFailedError(failure)
         if isinstance(failure, Exception):
             raise failure
         self._take_changes(plan)
         self._write(plan, garbage=failure is not None)
         if failure is not None:
-            raise StepFailure(failure)
+            raise StepFailedError(failure)
         self._check_reads(plan)
         return ModelRunnerOutput(self._advance(plan))
 
@@ -250,13 +250,11 @@ class Replica:
         params = SamplingParams(**({"temperature": 0.0} | sampling))
         request = Request(request_id, tuple(prompt), params, priority=priority, salt=salt or b"")
         root = None if salt is None else hash_root(salt)
+        if request_id in self.requests:
+            self._forget(request_id)
         self.requests[request_id] = request
         self.rank.roots[request_id] = root
-        for index in range(params.n):
-            sequence_id = SequenceId(f"{name}/{index}")
-            self.tokens[sequence_id] = []
-            self.ends.pop(sequence_id, None)
-            self.rank.seeds.pop(sequence_id, None)
+        self.tokens |= {SequenceId(f"{name}/{index}"): [] for index in range(params.n)}
         self.scheduler.add(request, seed=seed, hash_root=root)
 
     def abort(self, name: str) -> list[SequenceOutput]:
@@ -277,7 +275,7 @@ class Replica:
         self.rank.failures.append(failure)
         try:
             result = self.rank.execute(plan)
-        except StepFailure as error:
+        except StepFailedError as error:
             outputs = self.scheduler.fail(plan, str(error))
             assert [output.finish_reason for output in outputs] == [FinishReason.ERROR] * len(plan.num_scheduled_tokens)
         else:
@@ -340,6 +338,13 @@ class Replica:
             else:
                 assert tokens == expected[: len(tokens)]
                 assert len(tokens) < len(expected)
+
+    def _forget(self, request_id: RequestId) -> None:
+        """An ended request's id is used again: check what the request got, for the last time."""
+        self.check_outputs()
+        for sequence_id in [i for i in self.tokens if request_id_of(i) == request_id]:
+            del self.tokens[sequence_id], self.ends[sequence_id]
+            self.rank.seeds.pop(sequence_id, None)
 
     def _take(self, outputs: Sequence[SequenceOutput]) -> None:
         for output in outputs:

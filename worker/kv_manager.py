@@ -12,7 +12,6 @@ before anybody attends to it. A failed step withdraws what it sealed. Shared blo
 from collections import Counter
 from dataclasses import dataclass
 
-from pagoda.worker.block_hash import BlockHash
 from pagoda.worker.block_pool import Block, BlockKey, BlockPool
 from pagoda.worker.errors import IntegrityError
 from pagoda.worker.sequence import Sequence
@@ -53,7 +52,6 @@ class KVManager:
         self.num_groups = num_groups
         self.enable_prefix_caching = enable_prefix_caching
         self._tables: dict[SequenceId, BlockTable] = {}
-        self._being_computed: dict[BlockHash, SequenceId] = {}
         self._updates: list[tuple[SequenceId, int, int, int]] = []
         self._sealed_this_step: list[Block] = []
         self._duplicates: list[tuple[SequenceId, int, int, BlockKey]] = []
@@ -74,10 +72,6 @@ class KVManager:
                     column.append(block)
         return PrefixHit(tuple(tuple(column) for column in columns))
 
-    def is_being_computed(self, block_hash: BlockHash) -> bool:
-        """Whether a running sequence will compute this block in one of the next steps."""
-        return block_hash in self._being_computed
-
     def fits(self, sequence: Sequence, hit: PrefixHit) -> bool:
         """Whether the free blocks hold all the sequence's tokens that the hit lacks."""
         num_new = self._num_blocks_for(sequence) - hit.num_blocks
@@ -95,9 +89,6 @@ class KVManager:
         for group in groups:
             group.extend(self.pool.allocate() for _ in range(self._num_blocks_for(sequence) - hit.num_blocks))
         self._tables[sequence.sequence_id] = BlockTable(groups, num_sealed=hit.num_blocks)
-        if self.enable_prefix_caching:
-            for block_hash in sequence.block_hashes[hit.num_blocks :]:
-                self._being_computed.setdefault(block_hash, sequence.sequence_id)
         return True
 
     def fits_fork(self, child: Sequence) -> bool:
@@ -153,14 +144,11 @@ class KVManager:
                     self._sealed_this_step.append(blocks[index])
                 else:
                     self._duplicates.append((sequence.sequence_id, group, index, key))
-            self._forget_being_computed(sequence, index)
             table.num_sealed = index + 1
 
     def free(self, sequence: Sequence) -> None:
         """Give up all the sequence's blocks, tail first, so that a chain's tail is evicted before its head."""
         table = self._tables.pop(sequence.sequence_id)
-        for index in range(table.num_sealed, len(sequence.block_hashes)):
-            self._forget_being_computed(sequence, index)
         for index in reversed(range(len(table.groups[0]))):
             for group in table.groups:
                 self.pool.release(group[index])
@@ -203,14 +191,7 @@ class KVManager:
             for group in table.groups:
                 holds.update(block.block_id for block in group)
         self.pool.check_integrity(holds)
-        if any(owner not in self._tables for owner in self._being_computed.values()):
-            raise IntegrityError("a sequence that is gone is said to compute a block")
 
     def _num_blocks_for(self, sequence: Sequence) -> int:
         """Blocks, in each group, that hold all the sequence's tokens."""
         return -(-len(sequence.token_ids) // self.block_size)
-
-    def _forget_being_computed(self, sequence: Sequence, index: int) -> None:
-        block_hash = sequence.block_hashes[index]
-        if self._being_computed.get(block_hash) == sequence.sequence_id:
-            del self._being_computed[block_hash]

@@ -13,8 +13,9 @@ Rules that hold at all times:
 - When decoding needs a block and none is free, the running sequence that goes last (by priority, then arrival) is
   preempted: its blocks are freed, and it computes its tokens again later. A step that preempts admits nobody.
 - A sequence that goes first can therefore always run: nobody starves.
-- A waiting sequence whose next block a running one is about to compute waits for it, but no longer than computing it
-  itself would take; others may pass it meanwhile.
+- Nothing is computed twice at the same time: whoever is admitted finds all that running sequences have computed or
+  compute in this very step; and nobody is admitted while one of them still has tokens to schedule, since that one
+  took what was left of the budget.
 """
 
 from bisect import insort
@@ -270,28 +271,15 @@ class Scheduler:
             heappush(self._waiting, entry)
 
     def _must_wait(self, sequence: Sequence) -> bool:
-        """Whether another sequence is about to compute what this one needs next."""
+        """Whether a sample's parent has yet to compute the prompt that they share."""
         parent = sequence.parent
-        if parent is not None:
-            if parent.state is SequenceState.FINISHED:
-                sequence.parent = None
-            else:
-                # What the parent found in the cache as it started may be computed in the same step: too late to copy.
-                return parent.num_computed_tokens < sequence.num_prompt_tokens or parent.start_step == self._step
-        if not self.manager.enable_prefix_caching or sequence.hash_root is None:
+        if parent is None:
             return False
-        if sequence.waits_for is None or not self.manager.is_being_computed(sequence.waits_for):
-            num_hit = self.manager.lookup(sequence).num_blocks
-            if num_hit == len(sequence.block_hashes):
-                return False
-            missing = sequence.block_hashes[num_hit]
-            if not self.manager.is_being_computed(missing):
-                return False
-            if sequence.waits_for is None:
-                num_missing = sequence.num_tokens - num_hit * self.manager.block_size
-                sequence.wait_until_step = self._step - (-num_missing // self.config.max_num_batched_tokens)
-            sequence.waits_for = missing
-        return self._step < sequence.wait_until_step
+        if parent.state is SequenceState.FINISHED:
+            sequence.parent = None
+            return False
+        # What the parent found in the cache as it started may be computed in the same step: too late to copy.
+        return parent.num_computed_tokens < sequence.num_prompt_tokens or parent.start_step == self._step
 
     def _start(self, plan: SchedulerOutput, sequence: Sequence) -> int | None:
         """Give the sequence its blocks. Returns how many tokens of them are shared; None if they do not fit."""
@@ -315,7 +303,6 @@ class Scheduler:
 
     def _run(self, plan: SchedulerOutput, sequence: Sequence, num_shared_tokens: int) -> None:
         sequence.state = SequenceState.RUNNING
-        sequence.waits_for = None
         sequence.start_step = self._step
         insort(self._running, sequence, key=_ORDER)
         if sequence.num_preemptions == 0:

@@ -41,8 +41,6 @@ class Sequence:
         "state",
         "stop_reason",
         "token_ids",
-        "wait_until_step",
-        "waits_for",
     )
 
     def __init__(
@@ -78,9 +76,6 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.block_hashes: list[BlockHash] = []
-        self.waits_for: BlockHash | None = None
-        """The block that another sequence is computing for this one."""
-        self.wait_until_step = 0
         self.start_step = 0
         """The step it was last admitted in."""
         self.finish_reason: FinishReason | None = None

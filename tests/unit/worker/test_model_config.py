@@ -125,7 +125,7 @@ def test_biases_and_norms_of_each_architecture(
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM"])
 def test_no_biases_by_default(read: Read, architecture: str) -> None:
     config = read(architectures=[architecture])
-    assert not (config.qkv_bias or config.output_bias or config.mlp_bias)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (False, False, False)
 
 
 ROPE_SPELLINGS = {

@@ -1,0 +1,111 @@
+"""The HTTP API over an engine in this process: a real server on a loopback port, without a cluster."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+from pagoda.cluster.ingress.http import build_http_app
+from pagoda.cluster.ingress.local import LocalWorkerClient
+from pagoda.cluster.ingress.service import InferenceService
+from pagoda.worker.async_engine import AsyncEngine
+from pagoda.worker.config import EngineConfig
+from pagoda.worker.tokenizer import Tokenizer
+
+DEADLINE_S = 30.0
+
+
+def wait_until(is_so: Callable[[], bool], what: str, *, deadline_s: float = DEADLINE_S) -> None:
+    """Return once `is_so()`; fail if that takes too long."""
+    end = time.monotonic() + deadline_s
+    while not is_so():
+        assert time.monotonic() < end, f"not within {deadline_s:.0f} s: {what}"
+        time.sleep(0.005)
+
+
+def send_request(port: int, path: str, body: dict[str, Any]) -> socket.socket:
+    """A connection on which the request was sent, for clients that go away; not even its status is read."""
+    content = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", port), DEADLINE_S)
+    connection.sendall(
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+    )
+    return connection
+
+
+class LocalServer:
+    """A running server, with clients. Tests look into its engine, never at a clock."""
+
+    def __init__(self, engine: AsyncEngine, port: int) -> None:
+        self.engine = engine
+        self.port = port
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S)
+        self.openai = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, http_client=self.http
+        )
+
+    def send(self, path: str, body: dict[str, Any]) -> socket.socket:
+        return send_request(self.port, path, body)
+
+    @property
+    def num_sequences(self) -> int:
+        stats = self.engine.stats()
+        return stats.num_running + stats.num_waiting
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence runs or waits and every block is free."""
+        pool = self.engine._engine._scheduler.manager.pool
+        return self.num_sequences == 0 and pool.num_free == pool.num_blocks
+
+    def wait_until_idle(self) -> None:
+        wait_until(lambda: self.is_idle, "no sequence is left and all blocks are free")
+
+    def make_steps_fail(self, error: Exception, *, times: int = 1_000_000) -> None:
+        """The next `times` steps raise `error` instead of computing anything."""
+        executor = self.engine._engine._executor
+        execute, left = executor.execute, times
+
+        def fail_or_execute(plan: Any) -> Any:
+            nonlocal left
+            if left > 0:
+                left -= 1
+                raise error
+            return execute(plan)
+
+        executor.execute = fail_or_execute
+
+
+@contextmanager
+def serve_locally(config: EngineConfig, *, model_name: str) -> Iterator[LocalServer]:
+    """Load an engine and serve it until the end of the block."""
+    engine = AsyncEngine(config, progress=lambda *_: None)
+    service = InferenceService(Tokenizer(config.model_path), LocalWorkerClient(engine), engine.limits)
+    app = build_http_app(service, model_name=model_name)
+    # The socket listens before the server runs, so that no request can come too early.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+        thread = threading.Thread(target=server.run, args=([listener],), name="uvicorn")
+        thread.start()
+        local = LocalServer(engine, listener.getsockname()[1])
+        try:
+            yield local
+        finally:
+            local.http.close()
+            server.should_exit = True
+            thread.join(DEADLINE_S)
+            service.close()
+            engine.shutdown()
+    assert not thread.is_alive()
+
+
+def tiny_engine_config(folder: Path, **changes: Any) -> EngineConfig:
+    return EngineConfig(folder, device="cpu", num_threads=1, **changes)

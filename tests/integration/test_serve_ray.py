@@ -1,0 +1,310 @@
+"""`pagoda serve` as a user runs it: the real command, a Ray cluster of its own, real clients, and no trace afterwards.
+
+What the API answers is tested without a cluster; here is what only the cluster can get wrong.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from select import select
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from local_server import DEADLINE_S, send_request, wait_until
+from tiny_model import write_tiny_model
+
+PAGODA = Path(sys.executable).with_name("pagoda")
+MODEL = "endless"
+START_DEADLINE_S = 120.0
+ENDLESS = 500_000
+"""Tokens that nobody waits for: minutes, where a test waits for seconds."""
+MAX_NUM_WAITING = 8
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class Service:
+    """A `pagoda serve` process, in a session of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process = process
+        self.port = port
+        self.log = log
+
+    def wait_until_it_says(self, text: str) -> None:
+        def has_said() -> bool:
+            assert self.process.poll() is None, self.log.read_text()
+            return text in self.log.read_text()
+
+        wait_until(has_said, f"pagoda serve says {text!r}", deadline_s=START_DEADLINE_S)
+
+    def processes(self, named: str = "") -> list[int]:
+        """Ids of all processes of the session whose command line holds `named`."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    session = int((folder / "stat").read_text().rpartition(")")[2].split()[3])
+                    command = (folder / "cmdline").read_text()
+                except OSError:
+                    continue  # it ended meanwhile
+                if session == self.process.pid and named in command:
+                    found.append(int(folder.name))
+        return found
+
+    def assert_it_ends_without_a_trace(self) -> None:
+        """It exits by itself, with success; no process is left, and the port is free."""
+        assert self.process.wait(START_DEADLINE_S) == 0, self.log.read_text()
+        assert "Traceback" not in self.log.read_text()
+        assert "SIGTERM" not in self.log.read_text()
+        wait_until(lambda: not self.processes(), "no process of the service is left")
+        assert_port_is_free(self.port)
+
+
+@contextmanager
+def pagoda_serve(model: Path, folder: Path, *options: str, port: int | None = None) -> Iterator[Service]:
+    """Run the command with its standard error in a file. Whatever is left at the end of the block is killed."""
+    port = port or free_port()
+    log = folder / f"serve-{port}-{time.monotonic_ns()}.log"
+    command = [PAGODA, "serve", "--model", model, "--port", str(port), "--kv-cache-gib", "0.3", *options]
+    with log.open("wb") as errors:
+        process = subprocess.Popen(command, stdout=errors, stderr=errors, start_new_session=True)
+    service = Service(process, port, log)
+    try:
+        yield service
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(DEADLINE_S)
+        for left_over in service.processes():
+            os.kill(left_over, signal.SIGKILL)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def assert_port_is_free(port: int) -> None:
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """Random weights for contexts of a million tokens."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / MODEL, tokenizer_from=tiny, max_position=2 * ENDLESS)
+
+
+@pytest.fixture(scope="module")
+def service(endless: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Two workers that run one sequence each; so two endless requests leave no room for any other."""
+    options = ("--workers", "2", "--max-num-seqs", "1", "--max-num-waiting", str(MAX_NUM_WAITING), "--drain-s", "5")
+    with pagoda_serve(endless, tmp_path_factory.mktemp("logs"), *options) as service:
+        service.wait_until_it_says(f"{MODEL} is served at http://127.0.0.1:{service.port}/v1")
+        yield service
+
+
+@pytest.fixture
+def http(service: Service) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{service.port}", timeout=DEADLINE_S) as client:
+        yield client
+
+
+@pytest.fixture
+def client(service: Service, http: httpx.Client) -> openai.OpenAI:
+    url = f"http://127.0.0.1:{service.port}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
+
+
+def short(prompt: str = "a", **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": prompt, "max_tokens": 3, **fields}
+
+
+def endless_stream(prompt: str = "a", **fields: Any) -> dict[str, Any]:
+    return short(prompt, max_tokens=ENDLESS, ignore_eos=True, stream=True, **fields)
+
+
+def last_event_of(response: httpx.Response) -> dict[str, Any]:
+    """The event before `[DONE]`."""
+    *_, event, done = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+    assert done == "[DONE]"
+    body: dict[str, Any] = json.loads(event)
+    return body
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+
+def test_chat_and_completions(client: openai.OpenAI) -> None:
+    """Streamed and not, through the proxy, the ingress and a worker."""
+    chat: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_completion_tokens": 20,
+        "seed": 1,
+    }
+    whole = client.chat.completions.create(**chat)
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 20
+    chunks = list(client.chat.completions.create(**chat, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    completion = client.completions.create(**short(max_tokens=20, seed=1))
+    chunks_of_text = list(client.completions.create(**short(max_tokens=20, seed=1, stream=True)))
+    assert "".join(chunk.choices[0].text for chunk in chunks_of_text) == completion.choices[0].text
+    assert [model.id for model in client.models.list()] == [MODEL]
+
+
+def test_same_seed_same_answer_on_any_worker(client: openai.OpenAI) -> None:
+    """More requests at once than the workers run; they wait, and each gets the answer that it gets alone."""
+
+    def text(seed: int) -> str:
+        return client.completions.create(**short(max_tokens=30, seed=seed)).choices[0].text
+
+    alone = {seed: text(seed) for seed in range(3)}
+    seeds = [number % 3 for number in range(12)]
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        assert list(pool.map(text, seeds)) == [alone[seed] for seed in seeds]
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "status", "param", "code"),
+    [
+        (CHAT, b"{", 400, None, None),
+        (CHAT, b"", 400, None, None),
+        (COMPLETIONS, json.dumps(short(model="gpt-4o")).encode(), 404, "model", "model_not_found"),
+        (COMPLETIONS, json.dumps(short(temperature=float("nan"))).encode(), 400, "temperature", None),
+        (COMPLETIONS, json.dumps(short(max_tokens=10**9)).encode(), 400, "max_tokens", None),
+        ("/v1/embeddings", b"{}", 404, None, None),
+    ],
+)
+def test_bad_request(
+    http: httpx.Client, path: str, content: bytes, status: int, param: str | None, code: str | None
+) -> None:
+    """Errors keep their shape on their way through Serve's proxy; the next request is answered."""
+    response = http.post(path, content=content)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (param, code)
+    assert http.post(COMPLETIONS, json=short()).status_code == 200
+
+
+def test_overload(http: httpx.Client) -> None:
+    """A worker's refusal arrives as such: its status, when to try again, one line, nothing of how we are built."""
+    with ExitStack() as stack:
+        for number in range(3):
+            stream = http.stream("POST", COMPLETIONS, json=endless_stream(f"crowd {number}", n=MAX_NUM_WAITING))
+            response = stack.enter_context(stream)
+            if response.status_code != 200:
+                break
+        assert response.status_code == 429
+        error = json.loads(response.read())["error"]
+        assert error["code"] == "overloaded"
+        assert "\n" not in error["message"]
+        assert response.headers["retry-after"] == "1"
+    assert http.post(COMPLETIONS, json=short()).status_code == 200
+
+
+# -- clients that go away, workers that die ------------------------------------------------------
+
+
+def test_clients_that_go_leave_room(service: Service, http: httpx.Client) -> None:
+    """Endless requests hold both workers' only places, streamed, and unstreamed behind them. Their clients go.
+
+    Only if every one of them is aborted is a later request ever answered.
+    """
+    with ExitStack() as stack:
+        streams = [
+            stack.enter_context(send_request(service.port, COMPLETIONS, endless_stream(f"stream {number}")))
+            for number in range(4)
+        ]
+        # The first bytes of an answer come with its first token.
+        wait_until(lambda: len(select(streams, [], [], 0)[0]) == 2, "both workers are busy")
+        for number in range(4):
+            whole = endless_stream(f"whole {number}") | {"stream": False}
+            stack.enter_context(send_request(service.port, COMPLETIONS, whole))
+    assert http.post(COMPLETIONS, json=short()).status_code == 200
+
+
+def test_worker_that_dies_is_replaced(service: Service, http: httpx.Client) -> None:
+    """Both worker processes are killed under a stream: its client is told, and the service mends itself."""
+    with http.stream("POST", COMPLETIONS, json=endless_stream()) as response:
+        assert response.status_code == 200
+        workers = service.processes("ServeReplica:workers")
+        assert len(workers) == 2
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+        assert "error" in last_event_of(response)
+    wait_until(
+        lambda: http.post(COMPLETIONS, json=short()).status_code == 200,
+        "a new worker answers",
+        deadline_s=START_DEADLINE_S,
+    )
+    assert service.process.poll() is None
+
+
+# -- starting and stopping -----------------------------------------------------------------------
+
+
+def run_pagoda_serve(*options: str | Path) -> str:
+    """What a `pagoda serve` that must fail says; it must not have started Ray."""
+    result = subprocess.run([PAGODA, "serve", *options], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert "Ray" not in result.stderr
+    return result.stderr
+
+
+def test_port_in_use(service: Service, endless: Path) -> None:
+    """A second service on the first one's port: said at once, not after a minute."""
+    said = run_pagoda_serve("--model", endless, "--port", str(service.port))
+    assert said == f"Error: port: cannot listen on 127.0.0.1:{service.port}: Address already in use\n"
+
+
+def test_model_path_that_does_not_exist(tmp_path: Path) -> None:
+    said = run_pagoda_serve("--model", tmp_path / "missing", "--port", str(free_port()))
+    assert said == f"Error: {tmp_path / 'missing'}: not a Hugging Face model folder: it has no config.json\n"
+
+
+def test_terminate_lets_requests_finish(service: Service, http: httpx.Client) -> None:
+    """SIGTERM, as a service manager sends it: what runs ends properly, then everything is gone.
+
+    The last of the tests that need the running service.
+    """
+    with http.stream("POST", COMPLETIONS, json=short(max_tokens=300, stream=True)) as response:
+        assert response.status_code == 200
+        service.process.send_signal(signal.SIGTERM)
+        assert last_event_of(response)["choices"][0]["finish_reason"] == "length"
+    service.assert_it_ends_without_a_trace()
+
+
+def test_ctrl_c_while_it_starts(endless: Path, tmp_path: Path) -> None:
+    """A terminal sends SIGINT to every process of the group, the ones that Ray starts too."""
+    with pagoda_serve(endless, tmp_path) as service:
+        service.wait_until_it_says("loading")
+        os.killpg(service.process.pid, signal.SIGINT)
+        service.assert_it_ends_without_a_trace()
+
+
+def test_ctrl_c_while_it_serves(endless: Path, tmp_path: Path) -> None:
+    """With a request that does not end in its drain time: its client's connection ends all the same."""
+    with pagoda_serve(endless, tmp_path, "--drain-s", "1") as service:
+        service.wait_until_it_says("is served")
+        with send_request(service.port, COMPLETIONS, endless_stream()) as connection:
+            assert connection.recv(1000)
+            os.killpg(service.process.pid, signal.SIGINT)
+            while connection.recv(2**16):
+                pass
+        service.assert_it_ends_without_a_trace()

@@ -1,0 +1,88 @@
+"""Random use of the block pool against a model made of a list and two dicts."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pagoda.worker.block_hash import BlockHash
+from pagoda.worker.block_pool import BlockKey, BlockPool
+
+KEYS = [BlockKey(BlockHash(bytes([number]) * 16), group) for number in range(3) for group in range(2)]
+
+
+class BlockPoolMachine(RuleBasedStateMachine):
+    """The model: free ids in the order they go, holders of each block, and the id cached under each key."""
+
+    @initialize(num_blocks=st.integers(1, 6))
+    def start(self, *, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.blocks = {}
+        self.free = list(range(num_blocks))
+        self.holds = dict.fromkeys(range(num_blocks), 0)
+        self.cached: dict[BlockKey, int] = {}
+
+    @property
+    def held(self) -> list[int]:
+        return [block_id for block_id, count in self.holds.items() if count]
+
+    @precondition(lambda self: self.free)
+    @rule()
+    def allocate(self) -> None:
+        block = self.pool.allocate()
+        assert block.block_id == self.free.pop(0)
+        self.blocks[block.block_id] = block
+        self.holds[block.block_id] = 1
+        self._uncache(block.block_id)
+
+    @rule(key=st.sampled_from(KEYS))
+    def hit(self, *, key: BlockKey) -> None:
+        block = self.pool.lookup(key)
+        assert (block and block.block_id) == self.cached.get(key)
+        if block is not None:
+            self.pool.acquire(block)
+            self.holds[block.block_id] += 1
+            if block.block_id in self.free:
+                self.free.remove(block.block_id)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, *, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from(self.held))
+        self.pool.release(self.blocks[block_id])
+        self.holds[block_id] -= 1
+        if self.holds[block_id] == 0:
+            self.free.insert(len(self.free) if block_id in self.cached.values() else 0, block_id)
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS))
+    def seal(self, *, data: st.DataObject, key: BlockKey) -> None:
+        """Publish a block that somebody holds and that is not published yet."""
+        open_ids = [block_id for block_id in self.held if block_id not in self.cached.values()]
+        if open_ids:
+            block_id = data.draw(st.sampled_from(open_ids))
+            canonical = self.pool.seal(self.blocks[block_id], key)
+            assert canonical.block_id == self.cached.setdefault(key, block_id)
+
+    @precondition(lambda self: self.blocks)
+    @rule(data=st.data())
+    def withdraw(self, *, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from(sorted(self.blocks)))
+        self.pool.withdraw(self.blocks[block_id])
+        self._uncache(block_id)
+
+    @rule()
+    def clear_cache(self) -> None:
+        self.pool.clear_cache()
+        self.cached.clear()
+
+    @invariant()
+    def agree(self) -> None:
+        self.pool.check_integrity(self.holds)
+        assert self.pool.num_free == len(self.free)
+        assert self.pool.num_cached == len(self.cached)
+
+    def _uncache(self, block_id: int) -> None:
+        self.cached = {key: cached_id for key, cached_id in self.cached.items() if cached_id != block_id}
+
+
+TestBlockPoolMachine = BlockPoolMachine.TestCase
+TestBlockPoolMachine.settings = settings(stateful_step_count=40)

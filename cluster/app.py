@@ -17,6 +17,7 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve import RunTarget
 from ray.serve.config import HTTPOptions
+from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
@@ -25,7 +26,7 @@ from pagoda.cluster.ingress.http import build_http_app
 from pagoda.cluster.ingress.service import InferenceService
 from pagoda.cluster.replica import Worker
 from pagoda.worker.config import EngineLimits
-from pagoda.worker.errors import EngineStoppedError
+from pagoda.worker.errors import EngineStoppedError, OverloadedError, PagodaError
 from pagoda.worker.tokenizer import Tokenizer
 from pagoda.worker.types import Request, SequenceOutput
 
@@ -34,7 +35,11 @@ FRONT_APP = "front"
 _ANSWER_DEADLINE_S = 10.0
 _HEALTH_PERIOD_S = 1.0
 _POLL_S = 0.1
-_SERVING = ("RUNNING", "DEPLOYING", "UNHEALTHY")
+_LIVING = ("NOT_STARTED", "RUNNING", "DEPLOYING", "UNHEALTHY")
+
+
+class ServiceFailedError(PagodaError):
+    """The service did not come up, or went down and does not come back."""
 
 
 class ServeWorkerClient:
@@ -54,6 +59,8 @@ class ServeWorkerClient:
                 yield outputs
         except RayTaskError as error:
             raise error.cause from error  # its own text is a remote stack trace
+        except BackPressureError as error:
+            raise OverloadedError(str(error)) from error
         except RayError as error:
             raise EngineStoppedError("the worker is gone") from error
         finally:
@@ -76,10 +83,7 @@ def start_ray(config: ClusterConfig, *, address: str | None) -> None:
 
 
 def deploy(config: ClusterConfig, limits: EngineLimits) -> None:
-    """Bring the service up; returns when it answers. `limits` are those of the engine config.
-
-    Raises `RuntimeError` with Serve's reason if a deployment does not come up.
-    """
+    """Start to bring the service up; `is_up` says when it answers. `limits` are those of the engine config."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     logging_config = LoggingConfig(log_level="WARNING", enable_access_log=False)
     serve.start(
@@ -90,14 +94,28 @@ def deploy(config: ClusterConfig, limits: EngineLimits) -> None:
         [
             RunTarget(_workers(config), name=WORKERS_APP, route_prefix=None, logging_config=logging_config),
             RunTarget(_front(config, limits), name=FRONT_APP, route_prefix="/", logging_config=logging_config),
-        ]
+        ],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
     )
 
 
 def is_up() -> bool:
-    """Whether both applications run; Serve mends what can be mended by itself."""
+    """Whether both applications serve. Serve mends what can be mended by itself.
+
+    Raises `ServiceFailedError` once one of them has failed for good.
+    """
     applications = serve.status().applications
-    return all(name in applications and applications[name].status in _SERVING for name in (WORKERS_APP, FRONT_APP))
+    statuses = []
+    for name in (WORKERS_APP, FRONT_APP):
+        if (application := applications.get(name)) is None:
+            raise ServiceFailedError(f"{name}: the application is gone")
+        if application.status not in _LIVING:
+            messages = [application.message, *(d.message for d in application.deployments.values())]
+            reasons = " ".join(message.strip().splitlines()[-1] for message in messages if message.strip())
+            raise ServiceFailedError(f"{name}: {application.status}: {reasons}; see the logs in /tmp/ray")
+        statuses.append(application.status)
+    return all(status == "RUNNING" for status in statuses)
 
 
 def shut_down(*, stop_ray: bool) -> None:
@@ -126,8 +144,9 @@ def _workers(config: ClusterConfig) -> Any:
     deployment = serve.deployment(
         num_replicas=config.num_workers,
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if config.engine.device.startswith("cuda") else 0},
-        max_ongoing_requests=scheduler.max_num_seqs + scheduler.max_num_waiting,
-        max_queued_requests=-1,
+        # Room for one more than the engine takes, so that the engine is what refuses.
+        max_ongoing_requests=scheduler.max_num_seqs + scheduler.max_num_waiting + 1,
+        max_queued_requests=scheduler.max_num_waiting,
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_ANSWER_DEADLINE_S,
         graceful_shutdown_wait_loop_s=0.2,

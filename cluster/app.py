@@ -32,6 +32,7 @@ from pagoda.cluster.replica import Worker, WorkersRoot
 from pagoda.cluster.router import ROUTER_OPTIONS
 from pagoda.cluster.worker_client import ServeWorkerClient
 from pagoda.worker.config import EngineLimits
+from pagoda.worker.errors import PagodaError
 from pagoda.worker.tokenizer import Tokenizer
 
 WORKERS_APP = "workers"
@@ -39,13 +40,17 @@ FRONT_APP = "front"
 _ANSWER_DEADLINE_S = 10.0
 _HEALTH_PERIOD_S = 1.0
 _POLL_S = 0.1
-_SERVING = ("RUNNING", "DEPLOYING", "UNHEALTHY")
+_LIVING = ("NOT_STARTED", "RUNNING", "DEPLOYING", "UNHEALTHY")
 
 # The ingress does nothing that blocks, so its loop may serve requests, routing and Serve's own calls alike.
 _FRONT_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
+
+
+class ServiceFailedError(PagodaError):
+    """The service did not come up, or went down and does not come back."""
 
 
 def ray_environment(scratch: Path) -> dict[str, str]:
@@ -78,10 +83,7 @@ def start_ray(config: ClusterConfig, *, address: str | None) -> None:
 
 
 def deploy(config: ClusterConfig, limits: EngineLimits) -> None:
-    """Bring the service up; returns when it answers. `limits` are those of the engine config.
-
-    Raises `RuntimeError` with Serve's reason if a deployment does not come up.
-    """
+    """Start to bring the service up; `is_up` says when it answers. `limits` are those of the engine config."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     logging_config = LoggingConfig(log_level="WARNING", enable_access_log=False)
     serve.start(
@@ -93,14 +95,28 @@ def deploy(config: ClusterConfig, limits: EngineLimits) -> None:
         [
             RunTarget(_workers(config, token), name=WORKERS_APP, route_prefix=None, logging_config=logging_config),
             RunTarget(_front(config, limits, token), name=FRONT_APP, route_prefix="/", logging_config=logging_config),
-        ]
+        ],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
     )
 
 
 def is_up() -> bool:
-    """Whether both applications run; Serve mends what can be mended by itself."""
+    """Whether both applications serve. Serve mends what can be mended by itself.
+
+    Raises `ServiceFailedError` once one of them has failed for good.
+    """
     applications = serve.status().applications
-    return all(name in applications and applications[name].status in _SERVING for name in (WORKERS_APP, FRONT_APP))
+    statuses = []
+    for name in (WORKERS_APP, FRONT_APP):
+        if (application := applications.get(name)) is None:
+            raise ServiceFailedError(f"{name}: the application is gone")
+        if application.status not in _LIVING:
+            messages = [application.message, *(d.message for d in application.deployments.values())]
+            reasons = " ".join(message.strip().splitlines()[-1] for message in messages if message.strip())
+            raise ServiceFailedError(f"{name}: {application.status}: {reasons}; see the logs in /tmp/ray")
+        statuses.append(application.status)
+    return all(status == "RUNNING" for status in statuses)
 
 
 def shut_down(*, stop_ray: bool) -> None:
@@ -129,11 +145,13 @@ def _workers(config: ClusterConfig, token: str) -> Any:
     worker = serve.deployment(
         num_replicas=config.num_workers,
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if config.engine.device.startswith("cuda") else 0},
-        max_ongoing_requests=scheduler.max_num_seqs + scheduler.max_num_waiting,
+        # Room for one more than the engine takes, so that the engine is what refuses.
+        max_ongoing_requests=scheduler.max_num_seqs + scheduler.max_num_waiting + 1,
+        max_queued_requests=scheduler.max_num_waiting,
         request_router_config=RequestRouterConfig(**ROUTER_OPTIONS),
         **_lifecycle(config),
     )
-    root = serve.deployment(ray_actor_options={"num_cpus": 0}, **_lifecycle(config))
+    root = serve.deployment(max_queued_requests=-1, ray_actor_options={"num_cpus": 0}, **_lifecycle(config))
     return root(WorkersRoot).bind(worker(Worker).bind(config.engine, token, ray.util.get_node_ip_address))
 
 
@@ -166,6 +184,7 @@ def _front(config: ClusterConfig, limits: EngineLimits, token: str) -> Any:
         num_replicas=config.num_ingresses,
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": _FRONT_ENVIRONMENT}},
         max_ongoing_requests=config.max_http_requests,
+        max_queued_requests=-1,
         **_lifecycle(config),
     )
     return front(serve.ingress(build)(type("Front", (), {}))).bind()
@@ -174,7 +193,6 @@ def _front(config: ClusterConfig, limits: EngineLimits, token: str) -> Any:
 def _lifecycle(config: ClusterConfig) -> dict[str, Any]:
     """What all deployments have in common; Serve's own defaults differ between versions."""
     return {
-        "max_queued_requests": -1,
         "health_check_period_s": _HEALTH_PERIOD_S,
         "health_check_timeout_s": _ANSWER_DEADLINE_S,
         "graceful_shutdown_wait_loop_s": 0.2,

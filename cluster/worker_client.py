@@ -6,10 +6,11 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 
 from pagoda.cluster.ingress.sessions import WorkerLostError, WorkerSessions
-from pagoda.worker.errors import EngineStoppedError
+from pagoda.worker.errors import EngineStoppedError, OverloadedError
 from pagoda.worker.types import Request, RequestId, SequenceOutput
 
 PING_DEADLINE_S = 10.0
@@ -72,6 +73,8 @@ class ServeWorkerClient:
             if isinstance(error.cause, EngineStoppedError):
                 raise WorkerLostError(str(error.cause)) from error
             raise error.cause from error
+        except BackPressureError as error:
+            raise OverloadedError(str(error)) from error
         except RayError as error:
             raise WorkerLostError("the worker is gone") from error
         finally:

@@ -22,7 +22,7 @@ from pagoda.worker.models.llama import LlamaModel
 from pagoda.worker.runner import Runner, default_dtype
 from pagoda.worker.scheduler import Scheduler
 from pagoda.worker.types import SequenceOutput
-from pagoda.worker.weights import Progress, checkpoint_files, load_weights, weights_digest
+from pagoda.worker.weights import Progress, check_weights, checkpoint_files, load_weights, weights_digest
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,8 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     )
     num_blocks = config.cache.num_blocks or spec.num_blocks_in(config.cache.memory_bytes)
     limits = _limits(config, model, num_blocks)
+    with torch.device("meta"):
+        check_weights(LlamaModel(model, operators_for(torch.device("meta"))).checkpoint_views(), files)
     return EnginePlan(model, files, _device(config.device), dtype_name, spec, num_blocks, limits)
 
 

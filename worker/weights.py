@@ -2,9 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,6 +39,26 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
+def check_weights(views: Mapping[str, torch.Tensor], files: list[Path]) -> None:
+    """Compare the files' headers with `views` (checkpoint tensor name -> where it would go); reads no weights.
+
+    Raises `ModelError` naming file and tensor for a missing, unexpected or misshapen tensor or an unreadable file.
+    """
+    missing = set(views)
+    for path in files:
+        with _open(path) as checkpoint:
+            for name in checkpoint.keys():  # noqa: SIM118  (it is not a dict)
+                if name in views:
+                    shape, expected = checkpoint.get_slice(name).get_shape(), list(views[name].shape)
+                    if shape != expected:
+                        raise ModelError(f"{path}: tensor {name} has shape {shape}, config.json asks for {expected}")
+                    missing.discard(name)
+                elif not _is_ignorable(name, views):
+                    raise ModelError(f"{path}: tensor {name} has no place in this architecture")
+    if missing:
+        raise ModelError(f"{files[0].parent}: {len(missing)} tensors are missing, the first is {min(missing)}")
+
+
 def load_weights(views: Mapping[str, torch.Tensor], files: list[Path], *, progress: Progress) -> None:
     """Fill `views` (mutated), converting to their dtype and device.
 
@@ -45,31 +67,25 @@ def load_weights(views: Mapping[str, torch.Tensor], files: list[Path], *, progre
         files: from `checkpoint_files`.
         progress: told after each tensor.
 
-    Raises `ModelError` naming file and tensor for a missing, unexpected or misshapen tensor or an unreadable file.
+    Raises as `check_weights` does, before anything is read.
     """
-    missing = set(views)
+    check_weights(views, files)
+    num_loaded = 0
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as checkpoint:
-                for name in checkpoint.keys():  # noqa: SIM118  (it is not a dict)
-                    if name not in views:
-                        if not _is_ignorable(name, views):
-                            raise ModelError(f"{path}: tensor {name} has no place in this architecture")
-                        continue
-                    tensor = checkpoint.get_tensor(name)
-                    if tensor.shape != views[name].shape:
-                        raise ModelError(
-                            f"{path}: tensor {name} has shape {list(tensor.shape)}, "
-                            f"config.json asks for {list(views[name].shape)}"
-                        )
-                    views[name].copy_(tensor)
-                    missing.discard(name)
-                    progress("loading weights", len(views) - len(missing), len(views))
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} cannot be read: {error}") from error
-    if missing:
-        first = min(missing)
-        raise ModelError(f"{files[0].parent}: {len(missing)} tensors are missing, the first is {first}")
+        with _open(path) as checkpoint:
+            for name in set(checkpoint.keys()) & views.keys():
+                views[name].copy_(checkpoint.get_tensor(name))
+                num_loaded += 1
+                progress("loading weights", num_loaded, len(views))
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as checkpoint:
+            yield checkpoint
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
 
 
 def weights_digest(folder: Path, files: list[Path]) -> bytes:

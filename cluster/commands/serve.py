@@ -18,6 +18,7 @@ from pagoda.worker.config import EngineConfig
 from pagoda.worker.errors import ConfigError
 
 _CHECK_PERIOD_S = 1.0
+_START_CHECK_PERIOD_S = 0.1
 
 
 @click.command()
@@ -59,9 +60,14 @@ def serve(
 
     interrupted = threading.Event()
 
+    def on_signal(*_: object) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt  # the second one does not wait for running requests
+        interrupted.set()
+
     def take_signals() -> None:
         for signal_number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signal_number, lambda *_: interrupted.set())
+            signal.signal(signal_number, on_signal)
 
     take_signals()
 
@@ -76,10 +82,12 @@ def serve(
     try:
         say(f"loading {name} in {num_workers} worker{'s' if num_workers > 1 else ''}")
         deploy(config, plan.limits)
-        say(f"{name} is served at http://{host}:{port}/v1 (Ctrl-C stops it)")
+        while not interrupted.is_set() and not is_up():
+            interrupted.wait(_START_CHECK_PERIOD_S)
+        if not interrupted.is_set():
+            say(f"{name} is served at http://{host}:{port}/v1 (Ctrl-C stops it)")
         while not interrupted.wait(_CHECK_PERIOD_S):
-            if not is_up():
-                raise click.ClickException("the service is down and does not come back; see the logs in /tmp/ray")
+            is_up()
     finally:
         say("stopping")
         shut_down(stop_ray=ray_address is None)

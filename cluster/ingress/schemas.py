@@ -36,6 +36,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 """Fields that are not supported, and the values that ask for nothing. Null always does."""
@@ -117,6 +118,10 @@ class GenerationFields(SamplingFields):
     """Accepted, has no effect."""
     metadata: dict[str, str] | None = None
     """Accepted, has no effect."""
+    prompt_cache_key: str | None = None
+    """Accepted, has no effect: prefixes are found by their content."""
+    safety_identifier: str | None = None
+    """Accepted, has no effect."""
 
     def check(self) -> None:
         """Rules between fields. Raises `InvalidRequestError`."""
@@ -139,6 +144,7 @@ class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
+    """Accepted, has no effect: chat templates do not show it."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,7 +1,6 @@
 """Every architecture, from tiny random checkpoints: greedy output is transformers', however it is served."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,8 +54,8 @@ class Checkpoint:
 @pytest.fixture(scope="module", params=CHECKPOINTS)
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, comparisons: Comparisons
-) -> Iterator[Checkpoint]:
-    yield Checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"), comparisons)
+) -> Checkpoint:
+    return Checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"), comparisons)
 
 
 def test_alone(checkpoint: Checkpoint) -> None:

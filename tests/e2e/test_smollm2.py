@@ -89,7 +89,7 @@ def test_mixed_batches_of_tiny_chunks(model: Model, enable_prefix_caching: bool)
             model.check(model.prompts, again)
             found = [generation.num_cached_tokens for (generation,) in again]
             assert found == [min(len(prompt) // P * P, len(prompt) - 1) for prompt in model.prompts]
-            assert sum(found) > 2500
+            assert sum(found) > 2000
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True], ids=["cache off", "cache on"])

@@ -4,7 +4,7 @@ Dimensions: T tokens of the batch, B requests, Q query tokens and S context of o
 D head size, N blocks in the pool, L layers, P tokens per block, M block-table columns, E and F features.
 
 All memory that an operator may not read is NaN: slots past a context, blocks of nobody, other layers. Unused entries
-of a block table point at such a block.
+of a block table are such a block or -1.
 """
 
 from collections.abc import Sequence
@@ -96,6 +96,7 @@ def lay_out(contexts: Sequence[Context], *, seed: int = 0) -> Paged:
     pool_shape = (len(order) + 1, NUM_LAYERS, 2, P, *shape_2KD[1:])
     cache_NL2PKD = torch.full(pool_shape, float("nan"), dtype=contexts[0].kv_S2KD.dtype)
     block_table_BM = torch.full((len(contexts), max(num_blocks) + 2), poison, dtype=torch.int32)
+    block_table_BM[:, ::2] = -1
     slots = []
     for request, context in enumerate(contexts):
         blocks = [order.pop() for _ in range(num_blocks[request])]

@@ -235,6 +235,12 @@ def generations(*clients: FakeWorkerClient) -> list[Generation]:
     return [service(client).generate([1], SamplingParams()) for client in clients]
 
 
+async def read_all(merged: list[Generation]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        async for _ in merge(merged):
+            pass
+
+
 def assert_no_task_is_left() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -258,9 +264,7 @@ async def test_merge_raises_and_closes_all_on_an_error(num_others: int) -> None:
     failing = FakeWorkerClient([out(0, "a")], [out(0, "", ERROR, error="broken")])
     others = [FakeWorkerClient([out(0, "b")], then_hangs=True) for _ in range(num_others)]
     with pytest.raises(GenerationFailedError, match="broken"):
-        async with asyncio.timeout(DEADLINE_S):
-            async for _ in merge(generations(failing, *others)):
-                pass
+        await read_all(generations(failing, *others))
     assert all(client.is_closed for client in (failing, *others))
     assert_no_task_is_left()
 

@@ -257,7 +257,7 @@ def test_concurrent_fetches_fetch_once(store: ModelStore, hub: Source) -> None:
 
 
 class FakeHub:
-    """In place of `huggingface_hub`: one repository whose large file has a checksum."""
+    """In place of `huggingface_hub`: one repository whose large file has a checksum, and is not downloaded twice."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.content = FILES["model.safetensors"]
@@ -284,7 +284,8 @@ class FakeHub:
         (local_dir / ".cache").mkdir(parents=True, exist_ok=True)
         (local_dir / ".cache" / "model.safetensors.metadata").write_text("", encoding="utf-8")
         (local_dir / "config.json").write_text("{}", encoding="utf-8")
-        (local_dir / "model.safetensors").write_bytes(self.content)
+        if not (local_dir / "model.safetensors").exists():
+            (local_dir / "model.safetensors").write_bytes(self.content)
 
 
 def test_hub_is_checked_against_its_own_checksums(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:

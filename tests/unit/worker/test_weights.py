@@ -167,7 +167,7 @@ def test_garbage_file_is_named(tmp_path: Path, content: bytes) -> None:
         load(tmp_path, views(EMBED, NORM, HEAD))
 
 
-def test_digest_depends_on_config_names_and_contents(tmp_path: Path) -> None:
+def test_digest_depends_on_config_and_contents(tmp_path: Path) -> None:
     """Equal digests share cached blocks across a cluster, so anything that changes the KV must change them."""
 
     def digest(config: str, *shards: list[str], flip: bool = False) -> bytes:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -52,7 +53,9 @@ class ServeWorkerClient:
     async def _try(self, request: Request) -> AsyncGenerator[list[SequenceOutput], None]:
         # Registered before the call, so that no token comes too early.
         outputs = self._sessions.open(request.request_id)
-        call = asyncio.ensure_future(self._call(request))
+        # In a context of its own: calls made within one HTTP request would have one id in Serve, and a router without
+        # FIFO order tells pending calls apart by that.
+        call = asyncio.create_task(self._call(request), context=contextvars.Context())
         call.add_done_callback(outputs.end_with)
         try:
             num_live = request.sampling.n

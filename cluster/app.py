@@ -6,8 +6,10 @@ either can be updated without redeploying the other.
 
 import asyncio
 import logging
+import math
 import os
 import secrets
+import socket
 import tempfile
 import time
 import uuid
@@ -53,7 +55,7 @@ class ServiceFailedError(PagodaError):
     """The service did not come up, or went down and does not come back."""
 
 
-def ray_environment(scratch: Path) -> dict[str, str]:
+def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
     """Every Ray and Serve flag that we depend on, set explicitly; `scratch` is a folder for HAProxy's files."""
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -63,13 +65,28 @@ def ray_environment(scratch: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "server-state"),
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
+        "RAY_SERVE_HAPROXY_MAXCONN": str(config.max_http_requests * config.num_ingresses + 64),
+        # Its own pages listen on all interfaces; on fixed ports two services on one machine would collide.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
+        # An idle ingress stops at once; a busy one gets the drain time.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(config.drain_s) + 1),
     }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def start_ray(config: ClusterConfig, *, address: str | None) -> None:
     """Join the Ray cluster at `address`, or start one on this machine that ends with this process."""
-    os.environ.update(ray_environment(Path(tempfile.mkdtemp(prefix="pagoda-"))))
+    os.environ.update(ray_environment(config, Path(tempfile.mkdtemp(prefix="pagoda-"))))
     if address is not None:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         return

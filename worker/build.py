@@ -14,6 +14,8 @@ from pagoda.worker.block_pool import BlockPool
 from pagoda.worker.config import EngineConfig, EngineLimits
 from pagoda.worker.engine import Engine
 from pagoda.worker.errors import ConfigError, ModelError
+from pagoda.worker.executor import Executor
+from pagoda.worker.fake_runner import FakeRunner
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.kv_manager import KVManager
 from pagoda.worker.kv_spec import KVCacheGroup, KVCacheSpec
@@ -93,14 +95,11 @@ def build_engine(
     plan = plan_engine(config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    ops = operators_for(plan.device)
-    with default_dtype(plan.dtype), plan.device:
-        model = LlamaModel(plan.model, ops)
-        cache_NL2PKD = torch.zeros(
-            plan.num_blocks, plan.model.num_layers, 2, plan.spec.block_size, plan.spec.num_kv_heads, plan.spec.head_size
-        )
-    load_weights(model.checkpoint_views(), plan.files, progress=progress)
-    model.prepare()
+    executor: Executor
+    if config.fake_step_s is not None:
+        executor = FakeRunner(step_s=config.fake_step_s, vocab_size=plan.model.vocab_size)
+    else:
+        executor = _load(plan, progress)
     logger.info(
         "%s: %d layers, %s on %s; KV cache of %d blocks, %d tokens, %.2f GiB",
         config.model_path.name,
@@ -126,17 +125,29 @@ def build_engine(
         block_size=plan.spec.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
+    return Engine(
+        Scheduler(config.scheduler, plan.limits, manager, eos_token_ids=plan.model.eos_token_ids),
+        executor,
+        domain,
+        on_outputs=on_outputs,
+    )
+
+
+def _load(plan: EnginePlan, progress: Progress) -> Runner:
+    ops = operators_for(plan.device)
+    with default_dtype(plan.dtype), plan.device:
+        model = LlamaModel(plan.model, ops)
+        cache_NL2PKD = torch.zeros(
+            plan.num_blocks, plan.model.num_layers, 2, plan.spec.block_size, plan.spec.num_kv_heads, plan.spec.head_size
+        )
+    load_weights(model.checkpoint_views(), plan.files, progress=progress)
+    model.prepare()
     batch = InputBatch(
         max_num_seqs=plan.limits.max_num_seqs,
         max_model_len=plan.limits.max_model_len,
         block_size=plan.spec.block_size,
     )
-    return Engine(
-        Scheduler(config.scheduler, plan.limits, manager, eos_token_ids=plan.model.eos_token_ids),
-        Runner(model, ops, cache_NL2PKD, batch),
-        domain,
-        on_outputs=on_outputs,
-    )
+    return Runner(model, ops, cache_NL2PKD, batch)
 
 
 def _device(name: str) -> torch.device:

@@ -67,6 +67,8 @@ class EngineConfig:
     """Longest prompt plus output in tokens; None takes the model's own."""
     num_threads: int | None = None
     """CPU threads for tensor work; None takes torch's default."""
+    fake_step_s: float | None = None
+    """Run no model: every step takes this long and draws tokens from the seed. For load tests."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -77,6 +79,8 @@ class EngineConfig:
             require_in_range("max_model_len", self.max_model_len, 2, 2**24)
         if self.num_threads is not None:
             require_in_range("num_threads", self.num_threads, 1, 4096)
+        if self.fake_step_s is not None:
+            require_in_range("fake_step_s", self.fake_step_s, 0, 60)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
             default=scheduler.max_num_waiting,
             help="Sequences that may wait, per worker.",
         ),
+        click.option("--fake-step-s", type=float, help="Run no model; every step takes this long. For load tests."),
     ]
     for option in reversed(options):
         command = option(command)
@@ -88,7 +89,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         max_num_batched_tokens=take("max_num_batched_tokens"),
         max_num_waiting=take("max_num_waiting"),
     )
-    settings = {name: take(name) for name in ("dtype", "device", "max_model_len", "num_threads")}
+    settings = {name: take(name) for name in ("dtype", "device", "max_model_len", "num_threads", "fake_step_s")}
     EngineConfig(Path(), cache=cache, scheduler=scheduler, **settings)  # complains before anything is fetched
     name, store = take("model"), ModelStore(take("model_cache"))
     path = store.resolve(name)

@@ -1,0 +1,103 @@
+"""The ingress as a Ray Serve deployment: one object behind HTTP and gRPC. Only adapts."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing, asynccontextmanager
+from typing import TypeVar
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.grpc_util import RayServegRPCContext
+
+from pagoda.cluster import known_workers
+from pagoda.cluster.config import ClusterConfig
+from pagoda.cluster.ingress.grpc_api import GrpcApi, status_of
+from pagoda.cluster.ingress.http import build_http_app
+from pagoda.cluster.ingress.service import InferenceService
+from pagoda.cluster.ingress.sessions import WorkerEndpoint, WorkerSessions
+from pagoda.cluster.worker_client import ServeWorkerClient
+from pagoda.proto import inference_pb2 as pb
+from pagoda.worker.config import EngineLimits
+from pagoda.worker.errors import PagodaError
+from pagoda.worker.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+class Front:
+    """One ingress process. Serve calls the methods of `pagoda.v1.Inference` by their names."""
+
+    def __init__(self, config: ClusterConfig, limits: EngineLimits, token: str, workers_app: str) -> None:
+        """`token` opens the workers' sessions; `workers_app` is the application that the workers belong to."""
+        ingress_id = uuid.uuid4().hex
+        self._config = config
+        self._sessions = WorkerSessions(ingress_id, token=token)
+        handle = serve.get_deployment_handle("Worker", app_name=workers_app)
+        client = ServeWorkerClient(handle, self._sessions, ingress_id)
+        self._service = InferenceService(Tokenizer(config.engine.model_path), client, limits)
+        self._grpc = GrpcApi(self._service, config.served_model_name)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:  # noqa: PLW3201  (the name that Serve looks for)
+        return build_http_app(self._service, model_name=self._config.served_model_name, lifespan=self._lifespan)
+
+    @asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncGenerator[None, None]:
+        loop = asyncio.get_running_loop()
+
+        def on_workers(workers: frozenset[WorkerEndpoint]) -> None:
+            loop.call_soon_threadsafe(self._sessions.set_routable, workers)
+
+        known_workers.WORKERS.listen(on_workers)
+        first_contact = asyncio.create_task(self._service.is_healthy())  # makes the router, which hears of the workers
+        yield
+        first_contact.cancel()
+        await self._sessions.shutdown()
+        self._service.close()
+
+    async def Generate(
+        self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        async with aclosing(_streamed(self._grpc.generate(request), grpc_context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def Chat(
+        self, request: pb.ChatRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        async with aclosing(_streamed(self._grpc.chat(request), grpc_context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
+        return await _single(self._grpc.tokenize(request), grpc_context)
+
+    async def ListModels(self, request: pb.ListModelsRequest, grpc_context: RayServegRPCContext) -> pb.ListModelsResponse:
+        return await _single(self._grpc.list_models(request), grpc_context)
+
+    async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
+        return await _single(self._grpc.abort(request), grpc_context)
+
+
+async def _streamed(responses: AsyncGenerator[T, None], context: RayServegRPCContext) -> AsyncGenerator[T, None]:
+    try:
+        async with aclosing(responses):
+            async for response in responses:
+                yield response
+    except PagodaError as error:
+        _set_status(context, error)
+        raise
+
+
+async def _single(answer: Awaitable[T], context: RayServegRPCContext) -> T:
+    try:
+        return await answer
+    except PagodaError as error:
+        _set_status(context, error)
+        raise
+
+
+def _set_status(context: RayServegRPCContext, error: PagodaError) -> None:
+    status = status_of(error)
+    context.set_code(status.code)
+    context.set_details(status.details)

@@ -1,0 +1,160 @@
+"""The gRPC API over an `InferenceService`. Only adapts: reads messages, answers, maps errors to status codes."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from pagoda.cluster.ingress.service import InferenceService, TextOutput
+from pagoda.proto import inference_pb2
+from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
+from pagoda.worker.types import SamplingParams
+
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcStatus:
+    """What a client gets for an error."""
+
+    code: grpc.StatusCode
+    details: str
+
+
+def status_of(error: PagodaError) -> GrpcStatus:
+    """The status of an error, by its cause."""
+    match error:
+        case InvalidRequestError(field="model"):
+            code = grpc.StatusCode.NOT_FOUND
+        case InvalidRequestError():
+            code = grpc.StatusCode.INVALID_ARGUMENT
+        case OverloadedError():
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        case EngineStoppedError():
+            code = grpc.StatusCode.UNAVAILABLE
+        case _:
+            code = grpc.StatusCode.INTERNAL
+    return GrpcStatus(code, str(error))
+
+
+class GrpcApi:
+    """The methods of `pagoda.v1.Inference`. They raise `PagodaError`; whoever hosts them makes statuses of it."""
+
+    def __init__(self, service: InferenceService, model_name: str) -> None:
+        self._service = service
+        self._model_name = model_name
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        self._check_model(request.model)
+        sampling = sampling_params(request.sampling)
+        match request.WhichOneof("prompt"):
+            case "text":
+                prompt = await self._service.encode(request.text)
+            case "token_ids":
+                prompt = list(request.token_ids.ids)
+            case _:
+                raise InvalidRequestError("prompt", "give either text or token_ids")
+        async with aclosing(self._run(prompt, sampling, request)) as responses:
+            async for response in responses:
+                yield response
+
+    async def chat(self, request: inference_pb2.ChatRequest) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        self._check_model(request.model)
+        sampling = sampling_params(request.sampling)
+        prompt = await self._encode_chat(request.messages)
+        async with aclosing(self._run(prompt, sampling, request)) as responses:
+            async for response in responses:
+                yield response
+
+    async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
+        self._check_model(request.model)
+        match request.WhichOneof("input"):
+            case "text":
+                token_ids = await self._service.encode(request.text)
+            case "conversation":
+                token_ids = await self._encode_chat(request.conversation.messages)
+            case _:
+                raise InvalidRequestError("input", "give either text or conversation")
+        return inference_pb2.TokenizeResponse(
+            token_ids=token_ids, max_model_len=self._service.limits.max_model_len
+        )
+
+    async def list_models(self, _: inference_pb2.ListModelsRequest) -> inference_pb2.ListModelsResponse:
+        model = inference_pb2.ModelInfo(id=self._model_name, max_model_len=self._service.limits.max_model_len)
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    async def abort(self, request: inference_pb2.AbortRequest) -> inference_pb2.AbortResponse:
+        if not request.request_id:
+            raise InvalidRequestError("request_id", "must not be empty")
+        self._service.abort(request.request_id)
+        return inference_pb2.AbortResponse()
+
+    async def _run(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        self._service.check(prompt, sampling)
+        generation = self._service.generate(
+            prompt, sampling, priority=request.priority, request_id=request.request_id or None
+        )
+        num_output_tokens = [0] * sampling.n
+        async with aclosing(generation.outputs) as batches:
+            async for batch in batches:
+                for output in batch:
+                    num_output_tokens[output.index] += output.num_new_tokens
+                    yield _response(generation.request.request_id, output, len(prompt), num_output_tokens[output.index])
+
+    async def _encode_chat(self, messages: Sequence[inference_pb2.Message]) -> list[int]:
+        if not messages:
+            raise InvalidRequestError("messages", "must hold at least one message")
+        for position, message in enumerate(messages):
+            if message.role not in _ROLES:
+                raise InvalidRequestError(f"messages.{position}.role", f"must be one of {', '.join(_ROLES)}")
+        return await self._service.encode_chat(
+            [
+                {"role": "system" if message.role == "developer" else message.role, "content": message.content}
+                for message in messages
+            ]
+        )
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model_name:
+            raise InvalidRequestError("model", f"{name!r} is not served here; served: {self._model_name!r}")
+
+
+def sampling_params(message: inference_pb2.Sampling) -> SamplingParams:
+    """Validated sampling parameters. Raises `InvalidRequestError` naming the field."""
+    given: dict[str, Any] = {
+        field.name: value for field, value in message.ListFields() if not field.is_repeated
+    }
+    given.setdefault("max_tokens", None)
+    if message.logit_bias:
+        given["logit_bias"] = dict(message.logit_bias)
+    params = SamplingParams(stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids), **given)
+    params.validate()
+    return params
+
+
+def _response(
+    request_id: str, output: TextOutput, num_prompt_tokens: int, num_output_tokens: int
+) -> inference_pb2.GenerateResponse:
+    usage = None
+    if output.finish_reason is not None:
+        usage = inference_pb2.Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=num_output_tokens,
+            cached_tokens=output.num_cached_tokens,
+        )
+    return inference_pb2.GenerateResponse(
+        request_id=request_id,
+        index=output.index,
+        text=output.text,
+        finish_reason=output.finish_reason or "",
+        usage=usage,
+    )

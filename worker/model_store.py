@@ -94,11 +94,8 @@ class ModelStore:
 
     def resolve(self, name_or_path: str) -> Path | None:
         """The ready folder of a model: a Hugging Face folder as it is, or a stored model by name. None if neither."""
-        folder = Path(name_or_path).expanduser()
-        if (folder / "config.json").is_file():
-            return folder
-        if folder.is_dir() or name_or_path.startswith((".", "/", "~")):
-            raise ModelError(f"{name_or_path}: not a Hugging Face model folder: it has no config.json")
+        if _is_path(name_or_path):
+            return _model_folder(name_or_path)
         path = self.path_of(name_or_path)
         return path if _read_manifest(path) is not None else None
 
@@ -111,8 +108,8 @@ class ModelStore:
 
         Raises `ModelError` with what each source answered.
         """
-        if (folder := Path(name).expanduser()) and (folder / "config.json").is_file():
-            return folder
+        if _is_path(name):
+            return _model_folder(name)
         known = KNOWN_MODELS.get(name)
         if known is None and "/" not in name:
             raise ModelError(
@@ -140,7 +137,7 @@ class ModelStore:
         for path in sorted(self.root.glob("*")) if self.root.is_dir() else ():
             if path.suffix != ".partial" and (manifest := _read_manifest(path)) is not None:
                 num_bytes = sum(file["num_bytes"] for file in manifest["files"].values())
-                found.append(StoredModel(path.name, path, manifest["source"], num_bytes))
+                found.append(StoredModel(path.name.replace("--", "/"), path, manifest["source"], num_bytes))
         return found
 
     def _fill(self, partial: Path, name: str, known: KnownModel | None, progress: Progress) -> str:
@@ -163,6 +160,17 @@ class ModelStore:
         with path.with_name(f".{path.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or Path(name).is_dir()
+
+
+def _model_folder(path: str) -> Path:
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{path}: not a Hugging Face model folder: it has no config.json")
+    return folder
 
 
 def _from_hub(partial: Path, hub_id: str, progress: Progress) -> str:

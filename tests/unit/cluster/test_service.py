@@ -52,6 +52,7 @@ class FakeWorkerClient:
         self.requests: list[Request] = []
         self.is_streaming = asyncio.Event()
         self.num_given = 0
+        self.aborted_samples: list[int] = []
         self.is_closed = False
 
     async def ping(self) -> None:
@@ -71,6 +72,10 @@ class FakeWorkerClient:
                 await asyncio.Event().wait()
         finally:
             self.is_closed = True
+
+    def abort_sample(self, request_id: RequestId, index: int) -> None:
+        assert request_id == self.requests[-1].request_id
+        self.aborted_samples.append(index)
 
 
 def out(
@@ -139,6 +144,7 @@ async def test_stop_string_ends_one_sample_while_the_other_goes_on() -> None:
         [(1, "z", None)],
         [(1, "!", LENGTH)],
     ]
+    assert client.aborted_samples == [0]
 
 
 async def test_batch_of_which_nothing_is_left_is_not_shown() -> None:

@@ -47,23 +47,28 @@ def _add_bias(logits_BV: torch.Tensor, rows: Iterable[tuple[int, Row]]) -> None:
 
 
 def _penalise_repetition(logits_BV: torch.Tensor, rows: Iterable[tuple[int, Row]]) -> None:
-    pairs = [(i, row.token_ids, row.sampling.repetition_penalty) for i, row in rows]
-    pairs = [pair for pair in pairs if pair[2] != 1]
+    least, most = _REPETITION_RANGE
+    pairs = [
+        (i, row.token_ids, min(max(row.sampling.repetition_penalty, least), most))
+        for i, row in rows
+        if row.sampling.repetition_penalty != 1
+    ]
     if pairs:
         where, penalty_X = _spread(pairs, logits_BV.device)
-        penalty_X = penalty_X.clamp(*_REPETITION_RANGE)
         logits_X = logits_BV[where]
         logits_BV[where] = torch.where(logits_X > 0, logits_X / penalty_X, logits_X * penalty_X)
 
 
 def _penalise_output(logits_BV: torch.Tensor, rows: Sequence[tuple[int, Row]]) -> None:
-    presence = [(i, row.output_token_ids, row.sampling.presence_penalty) for i, row in rows]
-    presence = [pair for pair in presence if pair[2] != 0]
+    presence = [
+        (i, row.output_token_ids, row.sampling.presence_penalty) for i, row in rows if row.sampling.presence_penalty
+    ]
     if presence:
         where, penalty_X = _spread(presence, logits_BV.device)
         logits_BV[where] = logits_BV[where] - penalty_X
-    frequency = [(i, row.output_token_ids, row.sampling.frequency_penalty) for i, row in rows]
-    frequency = [pair for pair in frequency if pair[2] != 0]
+    frequency = [
+        (i, row.output_token_ids, row.sampling.frequency_penalty) for i, row in rows if row.sampling.frequency_penalty
+    ]
     if frequency:
         where, penalty_X = _spread(frequency, logits_BV.device)
         logits_BV.index_put_(where, -penalty_X, accumulate=True)
@@ -74,9 +79,8 @@ def _spread(
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     """(row, tokens, value) as ((row_X, token_X), value_X)."""
     lengths = [len(tokens) for _, tokens, _ in pairs]
-    row_X = np.repeat([index for index, _, _ in pairs], lengths)
-    token_X = np.concatenate([tokens for _, tokens, _ in pairs]).astype(np.int64)
-    value_X = np.repeat(np.array([value for _, _, value in pairs], np.float32), lengths)
-    return (torch.from_numpy(row_X).to(device), torch.from_numpy(token_X).to(device)), torch.from_numpy(value_X).to(
-        device
-    )
+    rows = np.repeat(np.array([index for index, _, _ in pairs], np.int64), lengths)
+    tokens = np.concatenate([tokens for _, tokens, _ in pairs]).astype(np.int64)
+    values = np.repeat(np.array([value for _, _, value in pairs], np.float32), lengths)
+    row_X, token_X, value_X = (torch.from_numpy(array).to(device) for array in (rows, tokens, values))
+    return (row_X, token_X), value_X

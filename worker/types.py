@@ -100,13 +100,11 @@ class SamplingParams:
             require(-MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY, name, f"in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]")
         require(0 < self.repetition_penalty < math.inf, "repetition_penalty", "a finite number > 0")
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
-            raise InvalidRequestError(
-                "logit_bias", f"has {len(self.logit_bias)} tokens, allowed are {MAX_LOGIT_BIASES}"
-            )
+            raise InvalidRequestError("logit_bias", f"must be at most {MAX_LOGIT_BIASES}, got {len(self.logit_bias)}")
         for token_id, bias in self.logit_bias.items():
             if token_id < 0 or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
                 allowed = f"token ids >= 0 with numbers in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]"
-                raise InvalidRequestError("logit_bias", f"must map {allowed}, got {token_id}: {bias}")
+                raise InvalidRequestError("logit_bias", f"must be {allowed}, got {token_id}: {bias}")
         require(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", f"in [0, {MAX_SEED}]")
         require(1 <= self.n <= MAX_SAMPLES, "n", f"in [1, {MAX_SAMPLES}]")
         require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")

@@ -1,7 +1,5 @@
 """Each token's bytes; joined, they are the text."""
 
-from pathlib import Path
-
 import pytest
 from tiny_model import SPECIAL_TOKENS, write_byte_tokenizer
 from tokenizers import Tokenizer as RawTokenizer

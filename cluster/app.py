@@ -194,7 +194,9 @@ def _front(config: ClusterConfig, limits: EngineLimits, token: str) -> Any:
             await sessions.shutdown()
             service.close()
 
-        return build_http_app(service, model_name=config.served_model_name, lifespan=lifespan)
+        return build_http_app(
+            service, model_name=config.served_model_name, lifespan=lifespan, server_sends_request_id=True
+        )
 
     front = serve.deployment(
         name="Front",

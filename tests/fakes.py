@@ -22,6 +22,7 @@ from pagoda.worker.types import (
     SchedulerOutput,
     SequenceId,
     SequenceOutput,
+    TokenLogprobs,
 )
 
 Failure = Literal["before it began", "half-way"]
@@ -45,6 +46,11 @@ def sample(sampling: SamplingParams, seed: int, token_ids: Sequence[int], vocab_
     """The next token: a pure function of what it may depend on."""
     seed = seed if sampling.temperature > 0 else 0
     return zlib.crc32(repr((seed, tuple(token_ids))).encode()) % vocab_size
+
+
+def logprobs_of(token_ids: Sequence[int]) -> TokenLogprobs:
+    """Of the last of these tokens, given those before it: a pure function of all of them."""
+    return TokenLogprobs(token_ids[-1], -float(len(token_ids)), zlib.crc32(repr(tuple(token_ids)).encode()), ())
 
 
 def generate(
@@ -80,6 +86,8 @@ class RankSequence:
     sampling: SamplingParams
     seed: int
     root: bytes | None
+    num_prompt_tokens: int
+    next_prompt_logprob: int
 
 
 class FakeExecutor:
@@ -113,7 +121,9 @@ class FakeExecutor:
         if failure is not None:
             raise StepFailedError(failure)
         self._check_reads(plan)
-        return ModelRunnerOutput(self._advance(plan))
+        result = ModelRunnerOutput({})
+        self._advance(plan, result)
+        return result
 
     def shutdown(self) -> None:
         self.num_shutdowns += 1
@@ -148,6 +158,8 @@ class FakeExecutor:
             new.sampling,
             new.seed,
             self.roots.get(request_id_of(new.sequence_id), b""),
+            len(new.token_ids) - new.num_output_tokens,
+            new.next_prompt_logprob,
         )
 
     def _write(self, plan: SchedulerOutput, *, garbage: bool) -> None:
@@ -178,16 +190,22 @@ class FakeExecutor:
                     found = self._slots.get(slot)
                     assert found == expected, f"{sequence_id} finds {found} at position {position}, not {expected}"
 
-    def _advance(self, plan: SchedulerOutput) -> dict[SequenceId, int]:
-        sampled = {}
+    def _advance(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
         for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
             sequence = self.sequences[sequence_id]
+            end = min(sequence.num_computed_tokens + num_tokens + 1, sequence.num_prompt_tokens)
+            owed = range(max(sequence.next_prompt_logprob, sequence.num_computed_tokens + 1), end)
+            if owed:
+                assert owed.start == sequence.next_prompt_logprob, "a token that owes its log probability was skipped"
+                sequence.next_prompt_logprob = owed.stop
+                result.prompt_logprobs[sequence_id] = tuple(logprobs_of(sequence.token_ids[: i + 1]) for i in owed)
             sequence.num_computed_tokens += num_tokens
             if sequence.num_computed_tokens == len(sequence.token_ids):
                 token = sample(sequence.sampling, sequence.seed, sequence.token_ids, self.vocab_size)
                 sequence.token_ids.append(token)
-                sampled[sequence_id] = token
-        return sampled
+                result.sampled[sequence_id] = token
+                if sequence.sampling.logprobs is not None:
+                    result.logprobs[sequence_id] = logprobs_of(sequence.token_ids)
 
     def _slots_of(self, sequence: RankSequence, position: int) -> list[tuple[int, int]]:
         index, offset = divmod(position, self.block_size)
@@ -227,6 +245,8 @@ class Replica:
         self.requests: dict[RequestId, Request] = {}
         self.tokens: dict[SequenceId, list[int]] = {}
         """What each sequence has got so far."""
+        self.logprobs: dict[SequenceId, list[TokenLogprobs]] = {}
+        """Those of the prompt and of the output, as they came."""
         self.ends: dict[SequenceId, SequenceOutput] = {}
         """The last output of each sequence that ended."""
         self.is_cache_cleared = False
@@ -249,11 +269,12 @@ class Replica:
         request_id = RequestId(name)
         params = SamplingParams(**({"temperature": 0.0} | sampling))
         request = Request(request_id, tuple(prompt), params, priority=priority, salt=salt or b"")
-        root = None if salt is None else hash_root(salt)
+        root = None if salt is None or params.prompt_logprobs is not None else hash_root(salt)
         if request_id in self.requests:
             self._forget(request_id)
         self.requests[request_id] = request
         self.rank.roots[request_id] = root
+        self.logprobs |= {SequenceId(f"{name}/{index}"): [] for index in range(params.n)}
         self.tokens |= {SequenceId(f"{name}/{index}"): [] for index in range(params.n)}
         self.scheduler.add(request, seed=seed, hash_root=root)
 
@@ -332,12 +353,25 @@ class Replica:
                 vocab_size=self.limits.vocab_size,
                 eos_token_ids=self.scheduler.eos_token_ids,
             )
+            self._check_logprobs(sequence_id, request)
             end = self.ends.get(sequence_id)
             if end is not None and end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 assert (tokens, end.finish_reason) == (expected, reason)
             else:
                 assert tokens == expected[: len(tokens)]
                 assert len(tokens) < len(expected)
+
+    def _check_logprobs(self, sequence_id: SequenceId, request: Request) -> None:
+        """Each asked for came exactly once and in order: the prompt's with the first sample, the output's with each."""
+        prompt, output = list(request.prompt_token_ids), self.tokens[sequence_id]
+        expected = []
+        if request.sampling.prompt_logprobs is not None and sequence_id.endswith("/0"):
+            expected += [logprobs_of(prompt[: i + 1]) for i in range(1, len(prompt))]
+        if request.sampling.logprobs is not None:
+            expected += [logprobs_of([*prompt, *output[: i + 1]]) for i in range(len(output))]
+        came = self.logprobs[sequence_id]
+        assert came == expected[: len(came)]
+        assert came == expected or not output
 
     def _forget(self, request_id: RequestId) -> None:
         """An ended request's id is used again: check what the request got, for the last time."""
@@ -351,5 +385,6 @@ class Replica:
             sequence_id = SequenceId(f"{output.request_id}/{output.index}")
             assert sequence_id not in self.ends, f"{sequence_id} gets something after its end"
             self.tokens[sequence_id] += output.token_ids
+            self.logprobs[sequence_id] += (*output.prompt_logprobs, *output.logprobs)
             if output.finish_reason is not None:
                 self.ends[sequence_id] = output

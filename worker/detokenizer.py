@@ -13,11 +13,20 @@ class Detokenizer:
     """State of one sequence's text."""
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], *, stop: Sequence[str] = (), min_tokens: int = 0
+        self,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
-        """`decode` maps token ids to text; stop strings count after `min_tokens` tokens."""
+        """`decode` maps token ids to text; stop strings count after `min_tokens` tokens.
+
+        `include_stop` makes the stop string that ends the text a part of it.
+        """
         self._decode = decode
         self._stop = tuple(stop)
+        self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._token_ids: list[int] = []
         # Decoding may depend on the token before (spaces, byte fragments), so new tokens are decoded together with
@@ -77,7 +86,7 @@ class Detokenizer:
         found = [(at, stop) for stop in self._stop if (at := self._text.find(stop, start)) >= 0]
         if found:
             at, self.stopped_by = min(found)
-            self._text = self._text[:at]
+            self._text = self._text[: at + len(self.stopped_by)] if self._include_stop else self._text[:at]
 
     def _num_held_back(self) -> int:
         """Characters at the end of the text that a stop string may begin with."""

@@ -42,6 +42,8 @@ def check_request(prompt_token_ids: Iterable[int], sampling: SamplingParams, lim
         raise InvalidRequestError("prompt", f"token ids must be in [0, {limits.vocab_size})")
     if any(token >= limits.vocab_size for token in sampling.stop_token_ids):
         raise InvalidRequestError("stop_token_ids", f"token ids must be in [0, {limits.vocab_size})")
+    if any(token >= limits.vocab_size for token in sampling.logit_bias):
+        raise InvalidRequestError("logit_bias", f"token ids must be in [0, {limits.vocab_size})")
     room = limits.max_model_len - len(prompt)
     if room < 1:
         raise InvalidRequestError(
@@ -124,7 +126,9 @@ class Engine:
         check_request(request.prompt_token_ids, request.sampling, self.limits)
         num_samples = request.sampling.n
         seed = request.sampling.seed
-        root = replace(self._hash_domain, salt=request.salt).root()
+        root: BlockHash | None = replace(self._hash_domain, salt=request.salt).root()
+        if request.sampling.prompt_logprobs is not None:
+            root = None  # a token found in the cache is not computed, so nothing could tell its log probability
         with self._wake:
             if not self._accepting:
                 raise EngineStoppedError("the engine takes no requests any more")

@@ -24,10 +24,33 @@ class Row:
     sampling: SamplingParams
     seed: int
     eos_token_ids: frozenset[int]
+    memory: IntArray
+    """Its tokens, a view on the batch's memory; valid up to `num_tokens`."""
+    next_prompt_logprob: int
+    """Index of the first prompt token whose log probability is owed; the prompt's length if none is."""
 
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def token_ids(self) -> IntArray:
+        return self.memory[: self.num_tokens]
+
+    @property
+    def output_token_ids(self) -> IntArray:
+        return self.memory[self.num_prompt_tokens : self.num_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class OwedPromptLogprobs:
+    """Prompt tokens whose log probabilities a step can tell."""
+
+    sequence_id: SequenceId
+    row: Row
+    first_hidden: int
+    """Index in T of the token before the first of them."""
+    token_ids: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +69,7 @@ class StepInputs:
     """Sequences that get a token: those with nothing left to compute after this step."""
     last_token_indices: IntArray
     """Index in T of the last token of each of `sampled`."""
+    owed_prompt_logprobs: tuple[OwedPromptLogprobs, ...]
 
 
 class InputBatch:
@@ -106,6 +130,7 @@ class InputBatch:
                 if is_sampled
             ),
             last_token_indices=query_start_loc[1:][is_sampled_B] - 1,
+            owed_prompt_logprobs=self._owed_prompt_logprobs(plan, rows, query_start_loc),
         )
 
     def finish(self, plan: SchedulerOutput, sampled: dict[SequenceId, int]) -> None:
@@ -118,6 +143,22 @@ class InputBatch:
                 self._token_ids[row.index, row.num_tokens] = token_id
                 row.num_tokens += 1
 
+    def _owed_prompt_logprobs(
+        self, plan: SchedulerOutput, rows: list[Row], query_start_loc: IntArray
+    ) -> tuple[OwedPromptLogprobs, ...]:
+        owed = []
+        for position, (sequence_id, row) in enumerate(zip(plan.num_scheduled_tokens, rows, strict=True)):
+            if row.next_prompt_logprob >= row.num_prompt_tokens:
+                continue
+            start = int(self._num_computed[row.index])
+            # A token's log probability is told by the hidden state of the token before it.
+            end = min(start + plan.num_scheduled_tokens[sequence_id], row.num_prompt_tokens - 1) + 1
+            first = max(row.next_prompt_logprob, start + 1)
+            if first < end:
+                first_hidden = int(query_start_loc[position]) + first - 1 - start
+                owed.append(OwedPromptLogprobs(sequence_id, row, first_hidden, row.memory[first:end]))
+        return tuple(owed)
+
     def _add(self, new: NewSequence) -> None:
         index = self._unused.pop()
         self._rows[new.sequence_id] = Row(
@@ -127,6 +168,8 @@ class InputBatch:
             sampling=new.sampling,
             seed=new.seed,
             eos_token_ids=new.eos_token_ids,
+            memory=self._token_ids[index],
+            next_prompt_logprob=new.next_prompt_logprob,
         )
         self._token_ids[index, : len(new.token_ids)] = new.token_ids
         table = new.block_tables[0]

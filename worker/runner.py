@@ -14,9 +14,10 @@ import torch
 
 from pagoda.kernels.interface import AttentionBatch, Operators
 from pagoda.worker.input_batch import InputBatch, StepInputs
+from pagoda.worker.logprobs import prompt_logprobs, token_logprobs
 from pagoda.worker.models.llama import LlamaModel
 from pagoda.worker.sampler import sample
-from pagoda.worker.types import ModelRunnerOutput, SchedulerOutput
+from pagoda.worker.types import ModelRunnerOutput, SchedulerOutput, SequenceId, TokenLogprobs
 
 
 class Runner:
@@ -49,16 +50,43 @@ class Runner:
                 self._cache_NL2PKD,
                 self._plan_attention(inputs),
             )
-            sampled = {}
+            result = ModelRunnerOutput({}, prompt_logprobs=self._prompt_logprobs(inputs, hidden_TE))
             if inputs.sampled:
-                logits_BV = self._model.logits(hidden_TE[self._to_device(inputs.last_token_indices)])
-                tokens = sample(logits_BV, [row for _, row in inputs.sampled])
-                sampled = {sequence_id: token for (sequence_id, _), token in zip(inputs.sampled, tokens, strict=True)}
-        self._batch.finish(plan, sampled)
-        return ModelRunnerOutput(sampled)
+                self._sample(inputs, hidden_TE, result)
+        self._batch.finish(plan, result.sampled)
+        return result
 
     def shutdown(self) -> None:
         self._cache_NL2PKD = torch.empty(0)
+
+    def _sample(self, inputs: StepInputs, hidden_TE: torch.Tensor, result: ModelRunnerOutput) -> None:
+        """Put a token for each sequence that gets one into `result`, with its log probability where asked for."""
+        logits_BV = self._model.logits(hidden_TE[self._to_device(inputs.last_token_indices)])
+        asked = [index for index, (_, row) in enumerate(inputs.sampled) if row.sampling.logprobs is not None]
+        asked_logits = logits_BV[asked] if asked else None  # a copy: sampling mutates them
+        tokens = sample(logits_BV, [row for _, row in inputs.sampled])
+        result.sampled.update((i, token) for (i, _), token in zip(inputs.sampled, tokens, strict=True))
+        if asked_logits is not None:
+            sequence_ids = [inputs.sampled[index][0] for index in asked]
+            num_top = [inputs.sampled[index][1].sampling.logprobs or 0 for index in asked]
+            entries = token_logprobs(asked_logits, [tokens[index] for index in asked], num_top)
+            result.logprobs.update(zip(sequence_ids, entries, strict=True))
+
+    def _prompt_logprobs(
+        self, inputs: StepInputs, hidden_TE: torch.Tensor
+    ) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
+        return {
+            owed.sequence_id: tuple(
+                prompt_logprobs(
+                    hidden_TE[owed.first_hidden : owed.first_hidden + len(owed.token_ids)],
+                    owed.token_ids.tolist(),
+                    owed.row.sampling.prompt_logprobs or 0,
+                    logits=self._model.logits,
+                    vocab_size=self._model.config.vocab_size,
+                )
+            )
+            for owed in inputs.owed_prompt_logprobs
+        }
 
     def _plan_attention(self, inputs: StepInputs) -> object:
         batch = AttentionBatch(

@@ -13,14 +13,15 @@ import numpy as np
 import torch
 
 from pagoda.worker.input_batch import Row
+from pagoda.worker.logit_adjustment import adjust_logits
 
 _FIRST_LOOK = 1024
 """Most probable tokens that top-p looks at before it sorts the whole vocabulary."""
 
 
 def sample(logits_BV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-    """One token per sequence. `logits_BV` is mutated where `min_tokens` bans a token."""
-    _ban_early_ends(logits_BV, rows)
+    """One token per sequence. `logits_BV` is mutated."""
+    logits_BV = adjust_logits(logits_BV, rows)
     tokens_B = logits_BV.argmax(-1)
     random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
     if random:
@@ -45,15 +46,6 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = x ^ (x >> np.uint64(31))
     return mixed
-
-
-def _ban_early_ends(logits_BV: torch.Tensor, rows: Sequence[Row]) -> None:
-    for index, row in enumerate(rows):
-        if row.num_output_tokens < row.sampling.min_tokens:
-            banned = set(row.sampling.stop_token_ids)
-            if not row.sampling.ignore_eos:
-                banned |= row.eos_token_ids
-            logits_BV[index, sorted(banned)] = float("-inf")
 
 
 def _draw(logits_BV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:

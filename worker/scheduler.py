@@ -37,6 +37,7 @@ from pagoda.worker.types import (
     SchedulerOutput,
     SequenceId,
     SequenceOutput,
+    TokenLogprobs,
 )
 
 _ORDER = attrgetter("order")
@@ -151,7 +152,7 @@ class Scheduler:
         return plan
 
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[SequenceOutput]:
-        """Take a step's tokens. Returns one output per sequence that got a token."""
+        """Take a step's tokens. Returns one output per sequence that got a token or prompt log probabilities."""
         outputs = []
         sampled = result.sampled
         self.manager.finish_step()
@@ -159,14 +160,25 @@ class Scheduler:
             sequence = self._sequences[sequence_id]
             sequence.num_computed_tokens += num_tokens
             self.stats.num_computed_tokens += num_tokens
+            prompt_logprobs = result.prompt_logprobs.get(sequence_id, ())
+            sequence.next_prompt_logprob += len(prompt_logprobs)
             token_id = sampled.get(sequence_id)
             if token_id is None:
+                if prompt_logprobs:
+                    outputs.append(self._output(sequence, (), prompt_logprobs=prompt_logprobs))
                 continue
             reason = sequence.append(token_id)
             if reason is not None:
-                outputs.append(self._finish(sequence, reason, token_ids=(token_id,)))
-            else:
-                outputs.append(self._output(sequence, (token_id,)))
+                self._finish(sequence, reason)
+            logprobs = result.logprobs.get(sequence_id)
+            outputs.append(
+                self._output(
+                    sequence,
+                    (token_id,),
+                    logprobs=() if logprobs is None else (logprobs,),
+                    prompt_logprobs=prompt_logprobs,
+                )
+            )
         return outputs
 
     def fail(self, plan: SchedulerOutput, error: str) -> list[SequenceOutput]:
@@ -320,6 +332,7 @@ class Scheduler:
                 sampling=sequence.request.sampling,
                 seed=sequence.seed,
                 eos_token_ids=sequence.eos_token_ids,
+                next_prompt_logprob=sequence.next_prompt_logprob,
             )
         )
 
@@ -339,10 +352,9 @@ class Scheduler:
         sequence: Sequence,
         reason: FinishReason,
         *,
-        token_ids: tuple[int, ...] = (),
         error: str | None = None,
     ) -> SequenceOutput:
-        """The only way a sequence ends."""
+        """The only way a sequence ends. Returns its last output, for an end without a token."""
         if sequence.state is SequenceState.RUNNING:
             self._stop_running(sequence)
         else:
@@ -353,14 +365,22 @@ class Scheduler:
         samples = self._requests[sequence.request.request_id]
         if all(sample.state is SequenceState.FINISHED for sample in samples):
             del self._requests[sequence.request.request_id]
-        return self._output(sequence, token_ids, error)
+        return self._output(sequence, (), error=error)
 
     def _stop_running(self, sequence: Sequence) -> None:
         self.manager.free(sequence)
         self._running.remove(sequence)
         self._dropped.append(sequence.sequence_id)
 
-    def _output(self, sequence: Sequence, token_ids: tuple[int, ...], error: str | None = None) -> SequenceOutput:
+    def _output(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        *,
+        error: str | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> SequenceOutput:
         return SequenceOutput(
             request_id=sequence.request.request_id,
             index=sequence.index,
@@ -369,6 +389,8 @@ class Scheduler:
             stop_reason=sequence.stop_reason,
             error=error,
             num_cached_tokens=sequence.num_cached_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _push_waiting(self, sequence: Sequence) -> None:

@@ -28,6 +28,7 @@ class Sequence:
         "hash_root",
         "index",
         "max_tokens",
+        "next_prompt_logprob",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
@@ -72,6 +73,10 @@ class Sequence:
         self.state = SequenceState.WAITING
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        # Samples share their prompt, so one of them tells its log probabilities for all.
+        is_asked = request.sampling.prompt_logprobs is not None and index == 0
+        self.next_prompt_logprob = min(1, self.num_prompt_tokens) if is_asked else self.num_prompt_tokens
+        """Index of the first prompt token whose log probability is owed; the prompt's length if none is."""
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0

@@ -1,9 +1,9 @@
 """Outputs as `TokenBatch` messages, in both directions."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pagoda.proto import tokens_pb2
-from pagoda.worker.types import FinishReason, RequestId, SequenceOutput
+from pagoda.worker.types import FinishReason, RequestId, SequenceOutput, TokenLogprobs
 
 _TO_WIRE = {
     None: tokens_pb2.FINISH_REASON_UNSPECIFIED,
@@ -26,6 +26,8 @@ def encode(outputs: Iterable[SequenceOutput]) -> tokens_pb2.TokenBatch:
                 stop_token_id=output.stop_reason,
                 error=output.error or "",
                 num_cached_tokens=output.num_cached_tokens,
+                logprobs=_encode_logprobs(output.logprobs),
+                prompt_logprobs=_encode_logprobs(output.prompt_logprobs),
             )
             for output in outputs
         ]
@@ -42,6 +44,35 @@ def decode(batch: tokens_pb2.TokenBatch) -> list[SequenceOutput]:
             stop_reason=output.stop_token_id if output.HasField("stop_token_id") else None,
             error=output.error or None,
             num_cached_tokens=output.num_cached_tokens,
+            logprobs=_decode_logprobs(output.logprobs),
+            prompt_logprobs=_decode_logprobs(output.prompt_logprobs),
         )
         for output in batch.outputs
     ]
+
+
+def _encode_logprobs(entries: Sequence[TokenLogprobs]) -> list[tokens_pb2.LogprobEntry] | None:
+    if not entries:
+        return None
+    return [
+        tokens_pb2.LogprobEntry(
+            token_id=entry.token_id,
+            logprob=entry.logprob,
+            rank=entry.rank,
+            top_token_ids=[token_id for token_id, _ in entry.top],
+            top_logprobs=[logprob for _, logprob in entry.top],
+        )
+        for entry in entries
+    ]
+
+
+def _decode_logprobs(entries: Sequence[tokens_pb2.LogprobEntry]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            entry.token_id,
+            entry.logprob,
+            entry.rank,
+            tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)),
+        )
+        for entry in entries
+    )

@@ -6,9 +6,14 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from pagoda.worker.chat_options import ChatOptions
 from pagoda.worker.errors import InvalidRequestError, ModelError
+from pagoda.worker.vocabulary import Vocabulary
 
 ChatMessage = Mapping[str, Any]
+
+_TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+"""What a template can raise: its own refusal, or Python's when values are not what it expects."""
 
 
 class Tokenizer:
@@ -23,35 +28,40 @@ class Tokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
+        self.vocabulary = Vocabulary(self._tokenizer)
 
     @property
     def has_chat_template(self) -> bool:
         return self._tokenizer.chat_template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens that the model puts around one."""
-        ids: list[int] = self._tokenizer.encode(text)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain prompt, by default with the special tokens that the model puts around one."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer begins.
+    def encode_chat(self, messages: Sequence[ChatMessage], options: ChatOptions | None = None) -> list[int]:
+        """Token ids of a conversation, by default up to where the assistant's answer begins.
 
         Raises `InvalidRequestError` if there is no chat template or it refuses the messages.
         """
+        options = options or ChatOptions()
         if not self.has_chat_template:
             raise InvalidRequestError("messages", "this model has no chat template; use completions")
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                **options.template_kwargs,
             )
-        except TemplateError as error:
+        except _TEMPLATE_ERRORS as error:
             raise InvalidRequestError("messages", f"the model's chat template refuses them: {error}") from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return self.encode(text, add_special_tokens=options.add_special_tokens)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the tokens, special ones left out. Incomplete characters come out as U+FFFD."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the tokens, by default without special ones. Incomplete characters come out as U+FFFD."""
         text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text

@@ -1,6 +1,7 @@
 """Messages between the parts of a replica, and between a replica and who calls it. Standard library only."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NewType
@@ -14,6 +15,11 @@ SequenceId = NewType("SequenceId", str)
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
 MAX_SAMPLES = 128
+MAX_LOGPROBS = 20
+"""Alternatives that are reported for each token."""
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_PENALTY = 2.0
 
 
 class FinishReason(StrEnum):
@@ -37,6 +43,14 @@ class SamplingParams:
     """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
     min_p: float = 0.0
     """Drop tokens less probable than this times the most probable one."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that are in the output."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit once for each time that it is in the output."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or output are divided by this if positive, else multiplied by it."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Token id -> what is added to its logit."""
     seed: int | None = None
     """Same seed, same tokens, however the request is batched. None draws one."""
     n: int = 1
@@ -46,9 +60,30 @@ class SamplingParams:
     min_tokens: int = 0
     """No end-of-sequence or stop token before this many."""
     stop: tuple[str, ...] = ()
-    """Stop strings, not part of the output."""
+    """Stop strings."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    """Whether the stop string or token that ends the text is a part of it."""
+    skip_special_tokens: bool = True
+    """Whether the text leaves out special tokens."""
+    logprobs: int | None = None
+    """Report each output token's log probability, and those of this many most probable tokens; None reports none.
+
+    They are the model's own: before penalties, bias, temperature and filters.
+    """
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens from the second on."""
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether a penalty or bias changes the logits."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+            or bool(self.logit_bias)
+        )
 
     def validate(self) -> None:
         """Raise `InvalidRequestError` naming the first field out of range."""
@@ -61,6 +96,15 @@ class SamplingParams:
         require(self.top_k >= -1, "top_k", "-1 or 0 (off) or a positive integer")
         require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
         require(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            require(-MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY, name, f"in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]")
+        require(0 < self.repetition_penalty < math.inf, "repetition_penalty", "a finite number > 0")
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise InvalidRequestError("logit_bias", f"must be at most {MAX_LOGIT_BIASES}, got {len(self.logit_bias)}")
+        for token_id, bias in self.logit_bias.items():
+            if token_id < 0 or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+                allowed = f"token ids >= 0 with numbers in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]"
+                raise InvalidRequestError("logit_bias", f"must be {allowed}, got {token_id}: {bias}")
         require(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", f"in [0, {MAX_SEED}]")
         require(1 <= self.n <= MAX_SAMPLES, "n", f"in [1, {MAX_SAMPLES}]")
         require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
@@ -73,6 +117,9 @@ class SamplingParams:
         require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
         require(all(self.stop), "stop", "non-empty strings")
         require(all(token >= 0 for token in self.stop_token_ids), "stop_token_ids", "token ids >= 0")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"in [0, {MAX_LOGPROBS}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +136,18 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log probability of one token of a prompt or output, given those before it, and of its alternatives."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the most probable token."""
+    top: tuple[tuple[int, float], ...]
+    """(token id, log probability) of the most probable tokens, best first; the token itself may be among them."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceOutput:
     """What one step brought for one sequence. The last one of a sequence carries `finish_reason`."""
 
@@ -102,10 +161,19 @@ class SequenceOutput:
     error: str | None = None
     num_cached_tokens: int = 0
     """Prompt tokens found in the cache when the sequence was first admitted."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids`, if the request asks for them."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the next prompt tokens, from the second on, as they are computed; only with sample 0, each once."""
 
     def merged_with(self, later: "SequenceOutput") -> "SequenceOutput":
         """This output and the next one of the same sequence as one."""
-        return replace(later, token_ids=self.token_ids + later.token_ids)
+        return replace(
+            later,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+            prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +193,8 @@ class NewSequence:
     sampling: SamplingParams
     seed: int
     eos_token_ids: frozenset[int]
+    next_prompt_logprob: int
+    """Index of the first prompt token whose log probability is owed; the prompt's length if none is."""
 
 
 @dataclass(slots=True)
@@ -145,6 +215,11 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """One token for each scheduled sequence that has none of its tokens left to compute."""
+    """What a step computed."""
 
     sampled: dict[SequenceId, int]
+    """One token for each scheduled sequence that has none of its tokens left to compute."""
+    logprobs: dict[SequenceId, TokenLogprobs] = field(default_factory=dict)
+    """Of sampled tokens, for sequences that ask for them."""
+    prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """Of the prompt tokens that the step computed and that are owed, in order."""

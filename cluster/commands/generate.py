@@ -15,9 +15,12 @@ from tqdm import tqdm
 from pagoda.cluster.commands.options import engine_config, engine_options
 from pagoda.cluster.commands.progress import show_progress
 from pagoda.cluster.ingress.answers import Choice
+from pagoda.cluster.ingress.fields import SamplingFields
 from pagoda.cluster.ingress.local import LocalWorkerClient
-from pagoda.cluster.ingress.schemas import ChatMessage, SamplingFields, first_problem, usage
+from pagoda.cluster.ingress.messages import ChatMessage
+from pagoda.cluster.ingress.problems import first_problem
 from pagoda.cluster.ingress.service import InferenceService
+from pagoda.cluster.ingress.usage import usage
 from pagoda.worker.async_engine import AsyncEngine
 from pagoda.worker.build import plan_engine
 from pagoda.worker.errors import InvalidRequestError, OverloadedError

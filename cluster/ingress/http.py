@@ -1,6 +1,7 @@
 """The OpenAI HTTP API over an `InferenceService`. Only adapts: parses, answers, maps errors to statuses."""
 
 import asyncio
+import hashlib
 import json
 import logging
 import time
@@ -16,17 +17,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from pagoda import __version__
-from pagoda.cluster.ingress.answers import AnswerBuilder, error_body
-from pagoda.cluster.ingress.schemas import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationFields,
-    Usage,
-    first_problem,
-    usage,
-)
-from pagoda.cluster.ingress.service import Generation, InferenceService, TextOutput, merge
+from pagoda.cluster.ingress.answers import AnswerBuilder, AnswerOptions, Endpoint, Prompt, error_body
+from pagoda.cluster.ingress.fields import GenerationFields
+from pagoda.cluster.ingress.problems import first_problem
+from pagoda.cluster.ingress.request_id import RequestIds, request_id_headers, request_id_of
+from pagoda.cluster.ingress.schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from pagoda.cluster.ingress.service import Generation, InferenceService, TextOutput, merge, prompt_only
+from pagoda.cluster.ingress.tokens_api import TokensApi
+from pagoda.cluster.ingress.usage import Usage, usage
 from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
+from pagoda.worker.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +48,31 @@ class UnknownModelError(InvalidRequestError):
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
-def build_http_app(service: InferenceService, *, model_name: str, lifespan: Lifespan | None = None) -> FastAPI:
-    """The application. `model_name` is what clients must put into `model`; `lifespan` is entered while it serves."""
+def build_http_app(
+    service: InferenceService,
+    *,
+    model_name: str,
+    lifespan: Lifespan | None = None,
+    server_sends_request_id: bool = False,
+) -> FastAPI:
+    """The application.
+
+    `model_name` is what clients must put into `model`; `lifespan` is entered while it serves. A server that itself puts
+    the request's id into the answer's header, as Ray Serve does, says so.
+    """
     app = FastAPI(title="Pagoda", version=__version__, lifespan=lifespan)
+    app.add_middleware(RequestIds, adds_header=not server_sends_request_id)
     api = _Api(service, model_name)
+    tokens = TokensApi(service, api.check_model)
     app.get("/health")(api.health)
+    app.get("/version")(api.version)
     app.get("/v1/models")(api.list_models)
     app.get("/v1/models/{model:path}")(api.get_model)
     for path, endpoint, body in (
         ("/v1/chat/completions", api.chat_completions, ChatCompletionRequest),
         ("/v1/completions", api.completions, CompletionRequest),
+        ("/tokenize", tokens.tokenize, TokenizeRequest),
+        ("/detokenize", tokens.detokenize, DetokenizeRequest),
     ):
         app.post(path, response_model=None, openapi_extra=_documented_body(body))(endpoint)
     for kind in (ValidationError, HTTPException, PagodaError, Exception):
@@ -72,6 +87,11 @@ class _Api:
         self._service = service
         self._model_name = model_name
         self._created = int(time.time())
+        served = f"{model_name} {service.limits}"
+        self._fingerprint = f"pagoda-{__version__}-{hashlib.sha256(served.encode()).hexdigest()[:8]}"
+
+    async def version(self) -> dict[str, str]:
+        return {"version": __version__}
 
     async def health(self) -> Response:
         return Response(status_code=200 if await self._service.is_healthy() else 503)
@@ -80,34 +100,86 @@ class _Api:
         return {"object": "list", "data": [self._model()]}
 
     async def get_model(self, model: str) -> dict[str, Any]:
-        self._check_model(model)
+        self.check_model(model)
         return self._model()
 
     async def chat_completions(self, http: HttpRequest) -> Response:
         body = ChatCompletionRequest.model_validate_json(await http.body())
-        self._check_model(body.model)
+        self.check_model(body.model)
         body.check()
         sampling = body.sampling_params(default_max_tokens=None)
-        prompt = await self._service.encode_chat([message.for_template() for message in body.messages])
+        options = body.chat_options()
+        prompt = await self._service.encode_chat([message.for_template() for message in body.messages], options)
         self._service.check(prompt, sampling)
-        generation = self._service.generate(prompt, sampling, priority=body.priority or 0)
-        return await _respond(http, body, [generation], AnswerBuilder("chat", self._model_name, sampling.n))
+        generation = self._service.generate(
+            prompt, sampling, priority=body.priority or 0, request_id=request_id_of(http)
+        )
+        prompts = [Prompt(prompt, body.messages[-1].text if body.echo else None)]
+        builder = self._builder("chat", http, body, prompts, sampling, body.num_logprobs)
+        return await _respond(http, body, [generation], builder)
 
     async def completions(self, http: HttpRequest) -> Response:
         body = CompletionRequest.model_validate_json(await http.body())
-        self._check_model(body.model)
+        self.check_model(body.model)
         body.check()
         sampling = body.sampling_params(default_max_tokens=COMPLETIONS_MAX_TOKENS)
         if len(body.prompts) > MAX_PROMPTS:
             raise InvalidRequestError("prompt", f"at most {MAX_PROMPTS} prompts in one request")
-        prompts = [await self._service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+        prompts = [await self._encode(body, prompt) for prompt in body.prompts]
         for prompt in prompts:
             self._service.check(prompt, sampling)
-        generations = [self._service.generate(p, sampling, priority=body.priority or 0) for p in prompts]
-        builder = AnswerBuilder("completions", self._model_name, sampling.n * len(prompts))
+        shown = [
+            Prompt(tokens, await self._echo(body, prompt, tokens))
+            for prompt, tokens in zip(body.prompts, prompts, strict=True)
+        ]
+        generations = [
+            self._service.generate(p, sampling, priority=body.priority or 0, request_id=request_id_of(http))
+            for p in prompts
+        ]
+        if body.is_prompt_only:
+            generations = [prompt_only(generation) for generation in generations]
+        builder = self._builder("completions", http, body, shown, sampling, body.logprobs)
         return await _respond(http, body, generations, builder)
 
-    def _check_model(self, name: str) -> None:
+    async def _encode(self, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        return await self._service.encode(prompt, add_special_tokens=body.add_special_tokens in (None, True))
+
+    async def _echo(self, body: CompletionRequest, prompt: str | list[int], tokens: list[int]) -> str | None:
+        if not body.echo:
+            return None
+        if isinstance(prompt, str):
+            return prompt
+        return await self._service.decode(tokens, skip_special_tokens=body.skip_special_tokens in (None, True))
+
+    def _builder(
+        self,
+        endpoint: Endpoint,
+        http: HttpRequest,
+        body: GenerationFields,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        num_logprobs: int | None,
+    ) -> AnswerBuilder:
+        return AnswerBuilder(
+            endpoint,
+            request_id=request_id_of(http),
+            model_name=self._model_name,
+            fingerprint=self._fingerprint,
+            prompts=prompts,
+            num_samples=sampling.n,
+            vocabulary=self._service.vocabulary,
+            options=AnswerOptions(
+                num_logprobs=num_logprobs,
+                num_prompt_logprobs=body.prompt_logprobs,
+                token_ids=bool(body.return_token_ids),
+                skip_special_tokens=sampling.skip_special_tokens,
+            ),
+        )
+
+    def check_model(self, name: str) -> None:
+        """Raise `UnknownModelError` unless `name` is served here."""
         if name != self._model_name:
             raise UnknownModelError("model", f"{name!r} is not served here; served: {self._model_name!r}")
 
@@ -151,34 +223,31 @@ async def _respond(
     http: HttpRequest, body: GenerationFields, generations: list[Generation], builder: AnswerBuilder
 ) -> Response:
     tally = _Tally(generations)
-    num_samples = generations[0].request.sampling.n
     pieces = merge(generations)
     try:
         # Until the first tokens are here, an error can still be a status.
         first = await _unless_client_goes(http, anext(pieces))
         if not body.stream:
-            rest = _collect(first, pieces, builder, tally, num_samples)
-            return JSONResponse(await _unless_client_goes(http, rest))
+            return await _unless_client_goes(http, _collect(first, pieces, builder, tally))
     except ClientGoneError:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     except BaseException:
         await pieces.aclose()
         raise
-    events = _events(first, pieces, builder, tally, num_samples, include_usage=body.include_usage)
+    events = _events(first, pieces, builder, tally, body)
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
 async def _collect(
-    first: tuple[int, list[TextOutput]], pieces: Pieces, builder: AnswerBuilder, tally: _Tally, num_samples: int
-) -> dict[str, Any]:
+    first: tuple[int, list[TextOutput]], pieces: Pieces, builder: AnswerBuilder, tally: _Tally
+) -> JSONResponse:
     async with aclosing(_from(first, pieces)) as batches:
         async for position, batch in batches:
             for output in batch:
-                choice = builder.choices[position * num_samples + output.index]
-                choice.text.append(output.text)
-                choice.finish_reason = output.finish_reason
+                builder.add(position, output)
                 tally.add(position, output)
-    return builder.whole(tally.usage())
+    # With log probabilities an answer may be megabytes, and the event loop must stay free.
+    return await asyncio.to_thread(lambda: JSONResponse(builder.whole(tally.usage())))
 
 
 async def _events(
@@ -186,21 +255,18 @@ async def _events(
     pieces: Pieces,
     builder: AnswerBuilder,
     tally: _Tally,
-    num_samples: int,
-    *,
-    include_usage: bool,
+    body: GenerationFields,
 ) -> AsyncGenerator[str, None]:
     """Server-sent events. An error after the first one is an event, since the status is gone."""
     try:
         async with aclosing(_from(first, pieces)) as batches:
             async for position, batch in batches:
                 for output in batch:
-                    index = position * num_samples + output.index
-                    builder.choices[index].finish_reason = output.finish_reason
+                    index = builder.add(position, output)
                     tally.add(position, output)
-                    if output.text or output.finish_reason is not None or not builder.choices[index].is_begun:
-                        yield _event(builder.chunk(index, output.text))
-        if include_usage:
+                    if builder.has_news(index):
+                        yield _event(builder.chunk(index, tally.usage() if body.continuous_usage else None))
+        if body.include_usage:
             yield _event(builder.usage_chunk(tally.usage()))
     except Exception as error:  # noqa: BLE001  (whatever it is, the client must hear of it)
         yield _event(_describe(error)[1])
@@ -244,11 +310,13 @@ async def _unless_client_goes(http: HttpRequest, work: Coroutine[Any, Any, T]) -
 # -- errors --------------------------------------------------------------------------------------
 
 
-async def _on_error(http: HttpRequest, error: Exception) -> Response:  # noqa: ARG001  (the handler's signature)
+async def _on_error(http: HttpRequest, error: Exception) -> Response:
     status, body = _describe(error)
-    headers = error.headers if isinstance(error, HTTPException) else None
+    headers = request_id_headers(http)
+    if isinstance(error, HTTPException):
+        headers = headers | dict(error.headers or {})
     if status in (429, 503):
-        headers = {"Retry-After": str(RETRY_AFTER_S)}
+        headers = headers | {"Retry-After": str(RETRY_AFTER_S)}
     return JSONResponse(body, status_code=status, headers=headers)
 
 

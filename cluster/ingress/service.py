@@ -4,19 +4,23 @@ prompt or messages -> tokens -> a worker's stream of outputs -> text, piece by p
 """
 
 import asyncio
+import functools
+import secrets
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+from pagoda.worker.chat_options import ChatOptions
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.detokenizer import Detokenizer
 from pagoda.worker.engine import check_request
-from pagoda.worker.errors import EngineStoppedError, PagodaError
+from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, PagodaError
 from pagoda.worker.tokenizer import ChatMessage, Tokenizer
-from pagoda.worker.types import FinishReason, Request, RequestId, SamplingParams, SequenceOutput
+from pagoda.worker.types import FinishReason, Request, RequestId, SamplingParams, SequenceOutput, TokenLogprobs
+from pagoda.worker.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
@@ -47,9 +51,20 @@ class TextOutput:
 
     index: int
     text: str
-    num_new_tokens: int
+    token_ids: tuple[int, ...]
+    """The new tokens that count; their text may be held back."""
     finish_reason: FinishReason | None
     num_cached_tokens: int
+    stop_reason: int | str | None = None
+    """The stop token or string that ended it, if one did."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids`, if the request asks for them."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the next prompt tokens, from the second on; all come before anything of another sample does."""
+
+    @property
+    def num_new_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +97,41 @@ class InferenceService:
             return False
         return True
 
-    async def encode(self, prompt: str) -> list[int]:
-        return await self._in_thread(lambda: self._tokenizer.encode(prompt))
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self._tokenizer.vocabulary
 
-    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        return await self._in_thread(lambda: self._tokenizer.encode_chat(messages))
+    async def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        return await self._in_thread(lambda: self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+
+    async def encode_chat(self, messages: Sequence[ChatMessage], options: ChatOptions | None = None) -> list[int]:
+        return await self._in_thread(lambda: self._tokenizer.encode_chat(messages, options))
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of tokens that came from a client. Raises `InvalidRequestError` for ids outside the vocabulary."""
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.limits.vocab_size):
+            raise InvalidRequestError("tokens", f"token ids must be in [0, {self.limits.vocab_size})")
+        return await self._in_thread(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise `InvalidRequestError` if no worker could ever serve this."""
         check_request(prompt_token_ids, sampling, self.limits)
 
-    def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, priority: int = 0) -> Generation:
-        """A generation for a checked request. Iterating it raises what the worker raises when it refuses."""
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+    ) -> Generation:
+        """A generation for a checked request. Iterating it raises what the worker raises when it refuses.
+
+        The engine's id begins with `request_id`. Clients may use one twice at a time, so it goes on with a random part.
+        """
+        unique = uuid.uuid4().hex if request_id is None else f"{request_id}-{secrets.token_hex(8)}"
         request = Request(
-            request_id=RequestId(uuid.uuid4().hex),
+            request_id=RequestId(unique),
             prompt_token_ids=tuple(prompt_token_ids),
             sampling=sampling,
             priority=priority,
@@ -107,8 +143,16 @@ class InferenceService:
 
     async def _text_outputs(self, request: Request) -> AsyncGenerator[list[TextOutput], None]:
         sampling = request.sampling
+        decode = self._tokenizer.decode
+        if not sampling.skip_special_tokens:
+            decode = functools.partial(decode, skip_special_tokens=False)
         detokenizers = {
-            index: Detokenizer(self._tokenizer.decode, stop=sampling.stop, min_tokens=sampling.min_tokens)
+            index: Detokenizer(
+                decode,
+                stop=sampling.stop,
+                min_tokens=sampling.min_tokens,
+                include_stop=sampling.include_stop_str_in_output,
+            )
             for index in range(sampling.n)
         }
         async with aclosing(self._client.stream(request)) as stream:
@@ -118,7 +162,7 @@ class InferenceService:
                     detokenizer = detokenizers.get(output.index)
                     if detokenizer is None:
                         continue  # a stop string ended this sample already
-                    piece = _to_text(output, detokenizer)
+                    piece = _to_text(output, detokenizer, shows_end=sampling.include_stop_str_in_output)
                     if piece.finish_reason is not None:
                         del detokenizers[output.index]
                         if output.finish_reason is None and detokenizers:
@@ -133,26 +177,52 @@ class InferenceService:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
 
 
-def _to_text(output: SequenceOutput, detokenizer: Detokenizer) -> TextOutput:
+def prompt_only(generation: Generation) -> Generation:
+    """The same, but of what is generated only the end shows: for clients that want to hear of their prompt."""
+
+    async def outputs() -> AsyncGenerator[list[TextOutput], None]:
+        async with aclosing(generation.outputs) as batches:
+            async for batch in batches:
+                yield [
+                    replace(
+                        output,
+                        text="",
+                        token_ids=(),
+                        logprobs=(),
+                        finish_reason=None if output.finish_reason is None else FinishReason.LENGTH,
+                        stop_reason=None,
+                    )
+                    for output in batch
+                ]
+
+    return Generation(generation.request, outputs())
+
+
+def _to_text(output: SequenceOutput, detokenizer: Detokenizer, *, shows_end: bool) -> TextOutput:
+    """`shows_end` says whether the text shows a token that ends the sequence."""
     reason = output.finish_reason
     if reason is FinishReason.ERROR:
         raise GenerationFailedError(output.error or "the worker could not finish the request")
     if reason is FinishReason.ABORT:
         raise EngineStoppedError("the worker stopped before the request was finished")
-    # A sequence that ends by a token does not show that token.
-    visible = output.token_ids[:-1] if reason is FinishReason.STOP else output.token_ids
+    visible = output.token_ids[:-1] if reason is FinishReason.STOP and not shows_end else output.token_ids
     num_tokens_before = detokenizer.num_tokens
     text = detokenizer.push(visible, is_last=reason is not None)
     num_new_tokens = len(output.token_ids)
+    stop_reason: int | str | None = output.stop_reason
     if detokenizer.stopped_by is not None:
         reason = FinishReason.STOP
+        stop_reason = detokenizer.stopped_by
         num_new_tokens = detokenizer.num_tokens - num_tokens_before  # those behind the stop string do not count
     return TextOutput(
         index=output.index,
         text=text,
-        num_new_tokens=num_new_tokens,
+        token_ids=output.token_ids[:num_new_tokens],
         finish_reason=reason,
         num_cached_tokens=output.num_cached_tokens,
+        stop_reason=stop_reason,
+        logprobs=output.logprobs[:num_new_tokens],
+        prompt_logprobs=output.prompt_logprobs,
     )
 
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from local_server import DEADLINE_S, LocalServer, serve_locally, tiny_engine_config, wait_until
 
-from pagoda.cluster.ingress.schemas import _NEUTRAL
+from pagoda.cluster.ingress.fields import NEUTRAL
 from pagoda.worker.config import CacheConfig, SchedulerConfig
 from pagoda.worker.errors import IntegrityError
 from pagoda.worker.tokenizer import Tokenizer
@@ -374,7 +374,7 @@ def test_body_that_is_no_request(server: LocalServer, path: str, content: bytes,
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"surprise": 1}, "surprise"),
-        *(({name: "asks for something"}, name) for name in sorted(_NEUTRAL)),
+        *(({name: "asks for something"}, name) for name in sorted(NEUTRAL)),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -168,6 +168,28 @@ def test_chat_and_completions(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
 
 
+def test_log_probabilities_come_from_the_worker(http: httpx.Client) -> None:
+    """Of prompt and output, for each sample."""
+    fields = {"n": 2, "logprobs": 2, "prompt_logprobs": 1, "presence_penalty": 1, "logit_bias": {"5": 1}}
+    for _ in range(2):
+        answer = http.post(COMPLETIONS, json=short("Once upon a time", **fields)).json()
+        for choice in answer["choices"]:
+            assert len(choice["logprobs"]["token_logprobs"]) == 3
+            assert len(choice["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 0}])
+@pytest.mark.parametrize("request_id", ["job-7", None])
+def test_request_id_is_in_the_answer_once(http: httpx.Client, request_id: str | None, fields: dict[str, Any]) -> None:
+    """Serve sends the header by itself; the ingress must not send it a second time."""
+    headers = {} if request_id is None else {"X-Request-Id": request_id}
+    response = http.post(COMPLETIONS, json=short(**fields), headers=headers)
+    (found,) = response.headers.get_list("X-Request-Id")
+    assert request_id in (None, found)
+    if response.status_code == 200:
+        assert f"cmpl-{found}" in response.text
+
+
 def test_same_seed_same_answer_on_any_worker(client: openai.OpenAI) -> None:
     """More requests at once than the workers run; they wait, and each gets the answer that it gets alone."""
 

@@ -62,6 +62,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_token_ids=st.sampled_from([(), (), (1,)]),
         temperature=st.sampled_from([0.0, 1.0]),
         seed=st.integers(0, 3),
+        logprobs=st.sampled_from([None, None, 0]),
+        prompt_logprobs=st.sampled_from([None, None, None, 0]),
     )
     def add(
         self, *, name: str, prompt: tuple[int, ...], turn_after: str | None, max_tokens: int | None, **options: object

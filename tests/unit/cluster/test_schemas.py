@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pagoda.cluster.ingress.schemas import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationFields,
-    first_problem,
-    usage,
-)
+from pagoda.cluster.ingress.fields import Strict
+from pagoda.cluster.ingress.problems import first_problem
+from pagoda.cluster.ingress.schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from pagoda.cluster.ingress.usage import usage
+from pagoda.worker.chat_options import ChatOptions
 from pagoda.worker.errors import InvalidRequestError
 from pagoda.worker.types import SamplingParams
 
@@ -21,42 +19,27 @@ HELLO = [{"role": "user", "content": "Hello"}]
 ASKS_FOR_SOMETHING = {
     "audio": {"voice": "alloy", "format": "wav"},
     "best_of": 2,
-    "echo": True,
-    "frequency_penalty": 0.5,
     "function_call": "auto",
     "functions": [{"name": "f"}],
-    "logit_bias": {"1": 1},
-    "logprobs": True,
     "modalities": ["text", "audio"],
     "parallel_tool_calls": 1,
     "prediction": {"type": "content", "content": "x"},
-    "presence_penalty": -0.5,
-    "prompt_logprobs": 0,
     "reasoning_effort": "low",
-    "repetition_penalty": 1.1,
     "response_format": {"type": "json_object"},
     "service_tier": "priority",
     "store": True,
     "suffix": "x",
     "tool_choice": "required",
     "tools": [{"type": "function", "function": {"name": "f"}}],
-    "top_logprobs": 1,
     "web_search_options": {},
 }
 ASKS_FOR_NOTHING = [
     ("best_of", 1),
-    ("echo", False),
-    ("frequency_penalty", 0),
-    ("frequency_penalty", 0.0),
     ("function_call", "none"),
     ("functions", []),
-    ("logit_bias", {}),
-    ("logprobs", False),
     ("modalities", ["text"]),
     ("parallel_tool_calls", True),
     ("parallel_tool_calls", False),
-    ("presence_penalty", 0),
-    ("repetition_penalty", 1.0),
     ("response_format", {"type": "text"}),
     ("service_tier", "auto"),
     ("service_tier", "default"),
@@ -65,7 +48,6 @@ ASKS_FOR_NOTHING = [
     ("tool_choice", "none"),
     ("tool_choice", "auto"),
     ("tools", []),
-    ("top_logprobs", 0),
 ]
 
 
@@ -77,7 +59,7 @@ def completion(**fields: Any) -> CompletionRequest:
     return CompletionRequest.model_validate_json(json.dumps({"model": "m", "prompt": "Hello"} | fields))
 
 
-def problem(body: str | bytes, kind: type[GenerationFields] = ChatCompletionRequest) -> tuple[str | None, str]:
+def problem(body: str | bytes, kind: type[Strict] = ChatCompletionRequest) -> tuple[str | None, str]:
     """(field, message) of a body that must be refused."""
     with pytest.raises(ValidationError) as error:
         kind.model_validate_json(body)
@@ -108,7 +90,7 @@ def test_unsupported_field_that_asks_for_nothing(name: str, value: object) -> No
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("best_of", True), ("echo", 0), ("echo", 0.0), ("frequency_penalty", False), ("top_logprobs", False)],
+    [("best_of", True), ("store", 0), ("store", 0.0), ("parallel_tool_calls", 1)],
 )
 def test_neutral_value_of_another_type(name: str, value: object) -> None:
     """In Python, `True == 1` and `0.0 == False`; in the API they are different things."""
@@ -153,6 +135,26 @@ def test_completions_fields_are_not_chat_fields() -> None:
         ("metadata", [1]),
         ("model", None),
         ("model", 1),
+        *(
+            (name, value)
+            for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")
+            for value in ("1", [])
+        ),
+        ("logit_bias", [[1, 2]]),
+        ("logit_bias", "1"),
+        ("logprobs", 1),
+        ("logprobs", "true"),
+        ("top_logprobs", "5"),
+        ("top_logprobs", 1.5),
+        ("prompt_logprobs", True),
+        ("echo", 1),
+        ("return_token_ids", "yes"),
+        ("add_generation_prompt", 1),
+        ("continue_final_message", "no"),
+        ("chat_template_kwargs", []),
+        ("add_special_tokens", 0),
+        ("include_stop_str_in_output", 1),
+        ("skip_special_tokens", "false"),
         ("messages", "Hello"),
         ("messages", []),
         ("messages", None),
@@ -185,7 +187,10 @@ def test_integer_where_a_number_is_meant() -> None:
         ({"stop_token_ids": [1, "2"]}, "stop_token_ids.1"),
         ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
         ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias.5"),
+        ({"logit_bias": {"5": True}}, "logit_bias.5"),
     ],
 )
 def test_nested_field_is_named_by_its_path(fields: dict[str, Any], field: str) -> None:
@@ -240,8 +245,18 @@ def test_sampling_fields_arrive() -> None:
         "stop": ["a", "b"],
         "stop_token_ids": [1, 2],
         "ignore_eos": True,
+        "presence_penalty": 1,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"7": 1, "0": -100},
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "prompt_logprobs": 3,
     }
-    expected = SamplingParams(**fields | {"stop": ("a", "b"), "stop_token_ids": (1, 2)})
+    expected = SamplingParams(
+        **fields | {"stop": ("a", "b"), "stop_token_ids": (1, 2), "logit_bias": {7: 1.0, 0: -100.0}}
+    )
+    assert completion(**fields).sampling_params(default_max_tokens=None) == expected
     assert chat(**fields).sampling_params(default_max_tokens=None) == expected
 
 
@@ -282,6 +297,14 @@ def test_one_stop_string_or_several() -> None:
         ("stop", [""]),
         ("stop", ["x"] * 17),
         ("stop_token_ids", [-1]),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("logit_bias", {"1": 101}),
+        *(("logit_bias", {name: 1}) for name in ("-1", "x", "", "1.0", " 1", "1_0", "\u0661", "1" * 5000)),
+        ("logit_bias", {str(token): 1 for token in range(1025)}),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
     ],
 )
 def test_value_out_of_range_is_refused_by_name(name: str, value: object) -> None:
@@ -305,6 +328,16 @@ def test_max_completion_tokens_is_max_tokens() -> None:
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": False, "stream_options": {}}, "stream_options"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
+        ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"echo": True}, "echo"),
         ({"priority": 2**31}, "priority"),
         ({"priority": -(2**31) - 1}, "priority"),
     ],
@@ -381,3 +414,135 @@ def test_usage_adds_up() -> None:
         "total_tokens": 8,
         "prompt_tokens_details": {"cached_tokens": 4},
     }
+
+
+# -- log probabilities ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
+    ],
+)
+def test_logprobs_of_chats(fields: dict[str, Any], expected: int | None) -> None:
+    body = chat(**fields)
+    body.check()
+    assert body.num_logprobs == body.sampling_params(default_max_tokens=None).logprobs == expected
+
+
+@pytest.mark.parametrize("value", [-1, 21])
+def test_logprobs_of_completions_out_of_range(value: int) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^logprobs: must be in"):
+        completion(logprobs=value).sampling_params(default_max_tokens=1)
+
+
+@pytest.mark.parametrize("value", [True, False, "1", 1.0])
+def test_logprobs_of_completions_of_a_wrong_type(value: object) -> None:
+    """A number here, true or false in chats."""
+    assert problem(json.dumps({"model": "m", "prompt": "x", "logprobs": value}), CompletionRequest)[0] == "logprobs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"logprobs": 3}, (3, None)),
+        ({"logprobs": 3, "echo": True}, (3, 3)),
+        ({"logprobs": 3, "echo": True, "prompt_logprobs": 5}, (3, 5)),
+        ({"logprobs": 3, "echo": True, "prompt_logprobs": 0}, (3, 3)),
+        ({"echo": True}, (None, None)),
+        ({"echo": True, "prompt_logprobs": 0}, (None, 0)),
+    ],
+)
+def test_echo_needs_the_logprobs_of_the_prompt(fields: dict[str, Any], expected: tuple[int | None, int | None]) -> None:
+    sampling = completion(**fields).sampling_params(default_max_tokens=1)
+    assert (sampling.logprobs, sampling.prompt_logprobs) == expected
+
+
+def test_prompt_only() -> None:
+    """With `echo`, no output may be asked for, which otherwise is out of range."""
+    body = completion(echo=True, max_tokens=0)
+    assert body.is_prompt_only
+    assert body.sampling_params(default_max_tokens=16).max_tokens == 1
+    assert not completion(echo=True).is_prompt_only
+    with pytest.raises(InvalidRequestError, match=r"^max_tokens: "):
+        completion(max_tokens=0).sampling_params(default_max_tokens=16)
+
+
+# -- chat template -------------------------------------------------------------------------------
+
+TO_CONTINUE = [*HELLO, {"role": "assistant", "content": "Hi, I"}]
+
+
+def test_chat_options() -> None:
+    assert chat().chat_options() == ChatOptions()
+    assert chat(
+        add_generation_prompt=False, chat_template_kwargs={"a": [1]}, add_special_tokens=True
+    ).chat_options() == ChatOptions(False, False, {"a": [1]}, True)
+
+
+@pytest.mark.parametrize("fields", [{}, {"add_generation_prompt": None}, {"add_generation_prompt": False}])
+def test_message_to_continue_takes_the_place_of_the_generation_prompt(fields: dict[str, Any]) -> None:
+    body = chat(messages=TO_CONTINUE, continue_final_message=True, **fields)
+    assert body.chat_options() == ChatOptions(add_generation_prompt=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        (
+            {"messages": TO_CONTINUE, "continue_final_message": True, "add_generation_prompt": True},
+            "add_generation_prompt",
+        ),
+        ({"messages": HELLO, "continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ],
+)
+def test_chat_options_that_are_refused(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequestError) as error:
+        chat(**fields).chat_options()
+    assert error.value.field == field
+
+
+# -- tokenize ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "x", "messages": HELLO}, "prompt"),
+        ({"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"prompt": "x", "continue_final_message": False}, "continue_final_message"),
+        ({"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+    ],
+)
+def test_tokenize_takes_either_a_prompt_or_messages(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequestError) as error:
+        TokenizeRequest.model_validate_json(json.dumps(fields)).check()
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "field"),
+    [
+        (TokenizeRequest, {"prompt": 1}, "prompt"),
+        (TokenizeRequest, {"prompt": ["a"]}, "prompt"),
+        (TokenizeRequest, {"messages": []}, "messages"),
+        (TokenizeRequest, {"messages": [{"role": "user"}]}, "messages.0.content"),
+        (TokenizeRequest, {"prompt": "a", "model": 1}, "model"),
+        (TokenizeRequest, {"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
+        (TokenizeRequest, {"prompt": "a", "max_tokens": 1}, "max_tokens"),
+        (DetokenizeRequest, {}, "tokens"),
+        (DetokenizeRequest, {"tokens": "1"}, "tokens"),
+        (DetokenizeRequest, {"tokens": [1, "2"]}, "tokens.1"),
+        (DetokenizeRequest, {"tokens": [1.0]}, "tokens.0"),
+        (DetokenizeRequest, {"tokens": [], "skip_special_tokens": True}, "skip_special_tokens"),
+    ],
+)
+def test_tokens_bodies_that_are_refused(kind: type[Strict], fields: dict[str, Any], field: str) -> None:
+    assert problem(json.dumps(fields), kind)[0] == field

@@ -13,13 +13,17 @@ from pagoda.cluster.ingress.service import (
     InferenceService,
     TextOutput,
     merge,
+    prompt_only,
 )
+from pagoda.worker.chat_options import ChatOptions
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError
-from pagoda.worker.types import FinishReason, Request, RequestId, SamplingParams, SequenceOutput
+from pagoda.worker.types import FinishReason, Request, RequestId, SamplingParams, SequenceOutput, TokenLogprobs
 
 LIMITS = EngineLimits(max_model_len=100, vocab_size=128, max_num_seqs=4, max_num_waiting=4)
 DEADLINE_S = 10.0
+START = "^"
+"""A special token."""
 STOP, LENGTH, ABORT, ERROR = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR
 
 
@@ -29,15 +33,17 @@ class AsciiTokenizer:
     def __init__(self) -> None:
         self.encoding_thread: threading.Thread | None = None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.encoding_thread = threading.current_thread()
-        return [ord(character) for character in text]
+        start = [ord(START)] if add_special_tokens else []
+        return start + [ord(character) for character in text]
 
-    def encode_chat(self, messages: Sequence[Any]) -> list[int]:
-        return self.encode("".join(message["content"] for message in messages))
+    def encode_chat(self, messages: Sequence[Any], options: ChatOptions | None = None) -> list[int]:
+        text = "".join(message["content"] for message in messages)
+        return self.encode(text, add_special_tokens=options is not None and options.add_special_tokens)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(chr, token_ids))
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(token) for token in token_ids if not (skip_special_tokens and token == ord(START)))
 
 
 class FakeWorkerClient:
@@ -52,6 +58,7 @@ class FakeWorkerClient:
         self.requests: list[Request] = []
         self.is_streaming = asyncio.Event()
         self.num_given = 0
+        self.aborted_samples: list[int] = []
         self.is_closed = False
 
     async def ping(self) -> None:
@@ -72,16 +79,46 @@ class FakeWorkerClient:
         finally:
             self.is_closed = True
 
+    def abort_sample(self, request_id: RequestId, index: int) -> None:
+        assert request_id == self.requests[-1].request_id
+        self.aborted_samples.append(index)
+
 
 def out(
-    index: int, text: str, reason: FinishReason | None = None, *, error: str | None = None, cached: int = 0
+    index: int,
+    text: str,
+    reason: FinishReason | None = None,
+    *,
+    stop_reason: int | None = None,
+    error: str | None = None,
+    cached: int = 0,
+    prompt: str = "",
 ) -> SequenceOutput:
-    token_ids = tuple(map(ord, text))
-    return SequenceOutput(RequestId("r"), index, token_ids, reason, error=error, num_cached_tokens=cached)
+    """With a log probability for each token, and for each of those of `prompt`."""
+    return SequenceOutput(
+        RequestId("r"),
+        index,
+        tuple(map(ord, text)),
+        reason,
+        stop_reason,
+        error=error,
+        num_cached_tokens=cached,
+        logprobs=logprobs(text),
+        prompt_logprobs=logprobs(prompt),
+    )
+
+
+def logprobs(text: str) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(ord(character), -1.0, 2, ()) for character in text)
 
 
 def service(client: FakeWorkerClient) -> InferenceService:
     return InferenceService(AsciiTokenizer(), client, LIMITS)  # type: ignore[arg-type]
+
+
+async def pieces(client: FakeWorkerClient, **sampling: Any) -> list[TextOutput]:
+    generation = service(client).generate([1], SamplingParams(**sampling))
+    return [output async for batch in generation.outputs for output in batch]
 
 
 async def texts(client: FakeWorkerClient, **sampling: Any) -> list[list[tuple[int, str, FinishReason | None]]]:
@@ -101,16 +138,62 @@ async def test_text_comes_batch_by_batch() -> None:
 async def test_counts_come_along() -> None:
     """Tokens count even where they show no text, as a stop token does not."""
     client = FakeWorkerClient([out(0, "a", cached=16)], [out(0, "$", STOP, cached=16)])
-    outputs = [o async for batch in service(client).generate([1], SamplingParams()).outputs for o in batch]
-    assert outputs == [TextOutput(0, "a", 1, None, 16), TextOutput(0, "", 1, STOP, 16)]
+    assert await pieces(client) == [
+        TextOutput(0, "a", (ord("a"),), None, 16, logprobs=logprobs("a")),
+        TextOutput(0, "", (ord("$"),), STOP, 16, logprobs=logprobs("$")),
+    ]
 
 
 async def test_tokens_behind_a_stop_string_do_not_count() -> None:
     """The worker was ahead of the reader, so one output brings tokens that come after the stop string."""
     client = FakeWorkerClient([out(0, "a")], [out(0, "b.cd")], then_hangs=True)
-    generation = service(client).generate([1], SamplingParams(stop=(".",)))
-    outputs = [o async for batch in generation.outputs for o in batch]
+    outputs = await pieces(client, stop=(".",))
     assert [(o.text, o.num_new_tokens) for o in outputs] == [("a", 1), ("b", 2)]
+    assert [o.logprobs for o in outputs] == [logprobs("a"), logprobs("b.")]
+
+
+async def test_stop_reason_is_the_string_or_token_that_ended_it() -> None:
+    """An end of sequence or of the limit is none; a stop string in the tokens before a stop token comes first."""
+    for output, expected in (
+        (out(0, "a$", STOP, stop_reason=36), 36),
+        (out(0, "a$", STOP), None),
+        (out(0, "a$", LENGTH), None),
+        (out(0, "a.b$", STOP, stop_reason=36), "."),
+        (out(0, "a.b"), "."),
+    ):
+        (piece,) = await pieces(FakeWorkerClient([output]), stop=("!", "."))
+        assert piece.stop_reason == expected
+
+
+async def test_end_that_is_part_of_the_text() -> None:
+    """On request the stop string or token shows; what comes behind a stop string still does not."""
+    assert await texts(FakeWorkerClient([out(0, "ab.c")]), stop=(".",), include_stop_str_in_output=True) == [
+        [(0, "ab.", STOP)]
+    ]
+    assert await texts(FakeWorkerClient([out(0, "ab$", STOP)]), include_stop_str_in_output=True) == [[(0, "ab$", STOP)]]
+
+
+@pytest.mark.parametrize(("skips", "text"), [(True, "ab"), (False, "^ab")])
+async def test_special_tokens_show_if_asked(skips: bool, text: str) -> None:
+    client = FakeWorkerClient([out(0, "^ab", LENGTH)])
+    assert await texts(client, skip_special_tokens=skips) == [[(0, text, LENGTH)]]
+
+
+async def test_prompt_logprobs_come_before_the_text() -> None:
+    client = FakeWorkerClient([out(0, "", prompt="xy")], [out(0, "a", LENGTH, prompt="z")])
+    outputs = await pieces(client)
+    assert [(o.text, o.prompt_logprobs) for o in outputs] == [("", logprobs("xy")), ("a", logprobs("z"))]
+
+
+async def test_prompt_only_shows_nothing_but_the_end() -> None:
+    """Of a prompt that is only asked about, one token is generated all the same."""
+    client = FakeWorkerClient([out(0, "", prompt="xy")], [out(0, ".", STOP, stop_reason=46, prompt="z")])
+    generation = prompt_only(service(client).generate([1], SamplingParams(max_tokens=1)))
+    assert [o async for batch in generation.outputs for o in batch] == [
+        TextOutput(0, "", (), None, 0, prompt_logprobs=logprobs("xy")),
+        TextOutput(0, "", (), LENGTH, 0, prompt_logprobs=logprobs("z")),
+    ]
+    assert client.is_closed
 
 
 async def test_request_reaches_the_worker() -> None:
@@ -123,6 +206,14 @@ async def test_request_reaches_the_worker() -> None:
     request = generation.request
     assert (request.prompt_token_ids, request.sampling.seed, request.priority) == ((1, 2), 5, -3)
     assert generation.num_prompt_tokens == 2
+
+
+async def test_request_id_begins_as_given_and_is_never_used_twice() -> None:
+    """A client that repeats a request while the first one still runs must not be refused for its id."""
+    tested = service(FakeWorkerClient())
+    ids = [tested.generate([1], SamplingParams(), request_id="abc").request.request_id for _ in range(2)]
+    assert all(request_id.startswith("abc-") for request_id in ids)
+    assert len({*ids, tested.generate([1], SamplingParams()).request.request_id}) == 3
 
 
 async def test_stop_string_ends_one_sample_while_the_other_goes_on() -> None:
@@ -139,6 +230,7 @@ async def test_stop_string_ends_one_sample_while_the_other_goes_on() -> None:
         [(1, "z", None)],
         [(1, "!", LENGTH)],
     ]
+    assert client.aborted_samples == [0]
 
 
 async def test_batch_of_which_nothing_is_left_is_not_shown() -> None:
@@ -209,9 +301,15 @@ async def test_encoding_leaves_the_event_loop_free() -> None:
     """A long prompt takes the tokenizer a while, which must not stop every other stream."""
     tokenizer = AsciiTokenizer()
     tested = InferenceService(tokenizer, FakeWorkerClient(), LIMITS)  # type: ignore[arg-type]
-    assert await tested.encode("ab") == [97, 98]
+    assert await tested.encode("ab") == [94, 97, 98]
+    assert await tested.encode("ab", add_special_tokens=False) == [97, 98]
     assert tokenizer.encoding_thread is not threading.current_thread()
     assert await tested.encode_chat([{"content": "a"}, {"content": "b"}]) == [97, 98]
+    assert await tested.encode_chat([{"content": "a"}], ChatOptions(add_special_tokens=True)) == [94, 97]
+    assert await tested.decode([94, 97], skip_special_tokens=False) == "^a"
+    for token_ids in ([-1], [97, LIMITS.vocab_size]):
+        with pytest.raises(InvalidRequestError, match="tokens: token ids must be in"):
+            await tested.decode(token_ids, skip_special_tokens=False)
     tested.close()
 
 

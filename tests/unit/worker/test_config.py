@@ -8,7 +8,7 @@ import pytest
 from pagoda.worker.config import CacheConfig, EngineConfig, EngineLimits, SchedulerConfig
 from pagoda.worker.engine import check_request
 from pagoda.worker.errors import ConfigError, InvalidRequestError
-from pagoda.worker.types import MAX_SAMPLES, MAX_SEED, MAX_STOP_STRINGS, SamplingParams
+from pagoda.worker.types import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, MAX_STOP_STRINGS, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 LIMITS = EngineLimits(max_model_len=20, vocab_size=100, max_num_seqs=4, max_num_waiting=8)
@@ -100,6 +100,12 @@ def test_defaults_are_valid() -> None:
         ("stop", ("x",) * (MAX_STOP_STRINGS + 1)),
         ("stop", ("x", "")),
         ("stop_token_ids", (3, -1)),
+        *((name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-2.01, 2.01, NAN, INF)),
+        *(("repetition_penalty", value) for value in (0.0, -1.0, NAN, INF)),
+        *(("logit_bias", {5: value}) for value in (-100.1, 100.1, NAN, INF)),
+        ("logit_bias", {3: 1.0, -1: 1.0}),
+        ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0)),
+        *((name, value) for name in ("logprobs", "prompt_logprobs") for value in (-1, MAX_LOGPROBS + 1)),
     ],
 )
 def test_parameter_out_of_range(name: str, value: object) -> None:
@@ -127,6 +133,12 @@ def test_parameter_out_of_range(name: str, value: object) -> None:
         {"max_tokens": None, "min_tokens": 1000},
         {"stop": ("x",) * MAX_STOP_STRINGS},
         {"stop_token_ids": (0,)},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"repetition_penalty": 1e-9},
+        {"repetition_penalty": 1e9},
+        {"logit_bias": dict.fromkeys(range(MAX_LOGIT_BIASES), -100.0)},
+        {"logprobs": 0, "prompt_logprobs": MAX_LOGPROBS},
+        {"logprobs": MAX_LOGPROBS, "prompt_logprobs": 0},
     ],
 )
 def test_parameter_at_its_limit(sampling: dict[str, object]) -> None:
@@ -144,6 +156,7 @@ def test_parameter_at_its_limit(sampling: dict[str, object]) -> None:
         ((1,) * 10, {"max_tokens": 11}, "max_tokens"),
         ((1,) * 10, {"max_tokens": None, "min_tokens": 11}, "min_tokens"),
         ((1,), {"stop_token_ids": (100,)}, "stop_token_ids"),
+        ((1,), {"logit_bias": {99: 1.0, 100: 1.0}}, "logit_bias"),
         ((1,), {"n": 9}, "n"),
         ((1,), {"temperature": NAN}, "temperature"),
     ],
@@ -164,6 +177,7 @@ def test_request_that_can_never_be_served(prompt: tuple[int, ...], sampling: dic
         ((1,) * 19, {"max_tokens": None}),
         ((1,) * 10, {"max_tokens": 10, "min_tokens": 10}),
         ((1,), {"stop_token_ids": (99,), "n": 8}),
+        ((1,), {"logit_bias": {0: 1.0, 99: 1.0}}),
     ],
 )
 def test_request_at_the_limits_is_accepted(prompt: tuple[int, ...], sampling: dict[str, object]) -> None:

@@ -25,11 +25,11 @@ def word_decode(token_ids: Sequence[int]) -> str:
 
 
 def run(
-    tokens: Sequence[str | bytes], *, stop: Sequence[str] = (), min_tokens: int = 0
+    tokens: Sequence[str | bytes], *, stop: Sequence[str] = (), min_tokens: int = 0, include_stop: bool = False
 ) -> tuple[list[str], str | None]:
     """Push token by token. Returns what came out each time, and the stop string that ended it."""
     vocabulary = [token.encode() if isinstance(token, str) else token for token in tokens]
-    detokenizer = Detokenizer(byte_decode(vocabulary), stop=stop, min_tokens=min_tokens)
+    detokenizer = Detokenizer(byte_decode(vocabulary), stop=stop, min_tokens=min_tokens, include_stop=include_stop)
     pieces = [detokenizer.push([index], is_last=index + 1 == len(vocabulary)) for index in range(len(vocabulary))]
     return pieces, detokenizer.stopped_by
 
@@ -90,6 +90,12 @@ def test_held_back_text_comes_out_at_the_end() -> None:
 
 def test_stop_string_inside_one_token() -> None:
     assert run(["a.b", "c"], stop=["."]) == (["a", ""], ".")
+
+
+def test_stop_string_that_is_part_of_the_text() -> None:
+    """On request it shows, and nothing behind it; until it is whole it is held back all the same."""
+    assert run(["Hi S", "T", "OP there", "!"], stop=["STOP"], include_stop=True) == (["Hi ", "", "STOP", ""], "STOP")
+    assert run(["a.b.c"], stop=[".", "b"], include_stop=True) == (["a."], ".")
 
 
 def test_stop_string_of_a_split_character() -> None:

@@ -25,6 +25,7 @@ def new_sequence(
     num_computed_tokens: int = 0,
     num_shared_tokens: int = 0,
     seed: int = 0,
+    prompt_logprobs_from: int | None = None,
 ) -> NewSequence:
     return NewSequence(
         sequence_id=SequenceId(name),
@@ -36,6 +37,9 @@ def new_sequence(
         sampling=SamplingParams(),
         seed=seed,
         eos_token_ids=frozenset({0}),
+        next_prompt_logprob=(
+            len(token_ids) - num_output_tokens if prompt_logprobs_from is None else prompt_logprobs_from
+        ),
     )
 
 
@@ -300,3 +304,56 @@ def test_random_plans(seed: int) -> None:
             model.check(plan, batch.build(plan))
         batch.finish(plan, model.finish(plan))
     assert model.num_arrivals > 2 * MAX_NUM_SEQS
+
+
+# -- prompt log probabilities ----------------------------------------------------------------------
+
+
+def owed(inputs: StepInputs) -> list[tuple[str, int, list[int]]]:
+    return [(str(o.sequence_id), o.first_hidden, o.token_ids.tolist()) for o in inputs.owed_prompt_logprobs]
+
+
+def test_owed_prompt_logprobs_over_chunks() -> None:
+    """Seven prompt tokens as 3 + 4, behind a sequence that decodes. The token at T = 1 tells of the second one."""
+    batch = new_batch()
+    tokens = [10, 11, 12, 13, 14, 15, 16]
+    plan = SchedulerOutput(
+        1,
+        new=[new_sequence("d", [5, 6], [1]), new_sequence("a", tokens, [9, 3], prompt_logprobs_from=1)],
+        num_scheduled_tokens=scheduled(d=2, a=3),
+    )
+    batch.apply(plan)
+    assert owed(batch.build(plan)) == [("a", 2, [11, 12, 13])]
+    batch.finish(plan, {SequenceId("d"): 7})
+    plan = SchedulerOutput(2, num_scheduled_tokens=scheduled(d=1, a=4))
+    batch.apply(plan)
+    assert owed(batch.build(plan)) == [("a", 1, [14, 15, 16])]
+    batch.finish(plan, {SequenceId("d"): 8, SequenceId("a"): 70})
+    plan = SchedulerOutput(3, num_scheduled_tokens=scheduled(d=1, a=1))
+    batch.apply(plan)
+    assert owed(batch.build(plan)) == []
+
+
+def test_owed_prompt_logprobs_after_preemption() -> None:
+    """Four of six prompt tokens and two of the output were there before: two more are owed, of a chunk of seven."""
+    batch = new_batch()
+    new = new_sequence("a", [10, 11, 12, 13, 14, 15, 70, 71], [9, 3], num_output_tokens=2, prompt_logprobs_from=4)
+    plan = SchedulerOutput(1, new=[new], num_scheduled_tokens=scheduled(a=7))
+    batch.apply(plan)
+    assert owed(batch.build(plan)) == [("a", 3, [14, 15])]
+
+
+def test_row_shows_its_tokens() -> None:
+    """Those of the prompt and the output, as far as they go, though another sequence left its own behind them."""
+    batch = new_batch()
+    plan = SchedulerOutput(1, new=[new_sequence("a", list(range(20)), [1] * 5)], num_scheduled_tokens=scheduled(a=20))
+    batch.apply(plan)
+    batch.build(plan)
+    batch.finish(plan, {})
+    new = new_sequence("b", [10, 11, 70], [9], num_output_tokens=1)
+    plan = SchedulerOutput(2, dropped=[SequenceId("a")], new=[new], num_scheduled_tokens=scheduled(b=3))
+    batch.apply(plan)
+    ((_, row),) = batch.build(plan).sampled
+    assert (row.token_ids.tolist(), row.output_token_ids.tolist()) == ([10, 11, 70], [70])
+    batch.finish(plan, {SequenceId("b"): 71})
+    assert (row.token_ids.tolist(), row.output_token_ids.tolist()) == ([10, 11, 70, 71], [70, 71])

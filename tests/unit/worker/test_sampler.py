@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,8 @@ NUM_DRAWS = 2000
 
 def row(seed: int = 0, num_output_tokens: int = 0, eos: Sequence[int] = (), **sampling: Any) -> Row:
     return Row(
+        memory=np.zeros(5 + num_output_tokens, np.int32),
+        next_prompt_logprob=5,
         index=0,
         num_tokens=5 + num_output_tokens,
         num_prompt_tokens=5,

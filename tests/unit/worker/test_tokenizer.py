@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tiny_model import write_byte_tokenizer
 
+from pagoda.worker.chat_options import RESERVED_KWARGS, ChatOptions
 from pagoda.worker.errors import InvalidRequestError, ModelError
 from pagoda.worker.tokenizer import Tokenizer
 
@@ -65,3 +66,47 @@ def test_folder_without_a_usable_tokenizer(tmp_path: Path, content: str | None) 
         (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
     with pytest.raises(ModelError, match=str(tmp_path)):
         Tokenizer(tmp_path)
+
+
+def text_of(folder: Path, messages: list[dict[str, str]], options: ChatOptions) -> str:
+    tokenizer = Tokenizer(folder)
+    return tokenizer.decode(tokenizer.encode_chat(messages, options), skip_special_tokens=False)
+
+
+def test_conversation_without_the_beginning_of_an_answer(folder: Path) -> None:
+    text = text_of(folder, [{"role": "user", "content": "Hi"}], ChatOptions(add_generation_prompt=False))
+    assert text == "<|im_start|>user\nHi<|im_end|>\n"
+
+
+@pytest.mark.parametrize("content", ["Once upon", "Once upon ", "Hi", ""])
+def test_last_message_is_continued(folder: Path, content: str) -> None:
+    """The prompt ends inside the message, also where its text came up before, ends in a space or is empty."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    text = text_of(folder, messages, ChatOptions(add_generation_prompt=False, continue_final_message=True))
+    assert text == f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{content}"
+
+
+def test_template_variables(tmp_path: Path) -> None:
+    """They reach the template; those that it does not know do nothing, those it cannot work with are refused."""
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ style + '' }}{{ messages[0].content }}{{ 1 // style | int(1) }}")
+    tokenizer = Tokenizer(tmp_path)
+    messages = [{"role": "user", "content": "Hi"}]
+    ids = tokenizer.encode_chat(messages, ChatOptions(template_kwargs={"style": "loud", "other": [1]}))
+    assert tokenizer.decode(ids) == "loudHi1"
+    for value in ("0", [1]):
+        with pytest.raises(InvalidRequestError, match=r"messages: .*refuses them"):
+            tokenizer.encode_chat(messages, ChatOptions(template_kwargs={"style": value}))
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED_KWARGS))
+def test_template_variable_that_would_be_a_setting(name: str) -> None:
+    """A client's template or sizes must not reach the renderer through the variables."""
+    with pytest.raises(InvalidRequestError, match=f"chat_template_kwargs: must not contain '{name}'"):
+        ChatOptions(template_kwargs={name: 1}).validate()
+
+
+def test_special_tokens_show_if_asked(folder: Path) -> None:
+    assert Tokenizer(folder).decode([1, *Tokenizer(folder).encode("a"), 2], skip_special_tokens=False) == (
+        "<|im_start|>a<|im_end|>"
+    )

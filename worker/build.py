@@ -14,6 +14,7 @@ from pagoda.worker.block_pool import BlockPool
 from pagoda.worker.config import EngineConfig, EngineLimits
 from pagoda.worker.engine import Engine
 from pagoda.worker.errors import ConfigError, ModelError
+from pagoda.worker.executor import Executor
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.kv_manager import KVManager
 from pagoda.worker.kv_spec import KVCacheGroup, KVCacheSpec
@@ -81,12 +82,14 @@ def build_engine(
     *,
     on_outputs: Callable[[list[SequenceOutput]], None],
     progress: Progress,
+    wrap_executor: Callable[[Executor], Executor] = lambda executor: executor,
 ) -> Engine:
     """Load the model and return an engine that is not started yet.
 
     Args:
         on_outputs: see `Engine`.
         progress: told how far loading is.
+        wrap_executor: gets the executor and returns the one that the engine uses, which may look at what passes.
 
     Raises as `plan_engine` does, and `ModelError` for a checkpoint that does not fit its config.
     """
@@ -133,7 +136,7 @@ def build_engine(
     )
     return Engine(
         Scheduler(config.scheduler, plan.limits, manager, eos_token_ids=plan.model.eos_token_ids),
-        Runner(model, ops, cache_NL2PKD, batch),
+        wrap_executor(Runner(model, ops, cache_NL2PKD, batch)),
         domain,
         on_outputs=on_outputs,
     )

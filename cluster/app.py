@@ -26,8 +26,10 @@ from ray.serve.schema import LoggingConfig
 from pagoda.cluster import known_workers
 from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.ingress.http import build_http_app
+from pagoda.cluster.ingress.metrics import IngressMetrics
 from pagoda.cluster.ingress.service import InferenceService
 from pagoda.cluster.ingress.sessions import WorkerEndpoint, WorkerSessions
+from pagoda.cluster.logs import log_through_serve
 from pagoda.cluster.replica import Worker, WorkersRoot
 from pagoda.cluster.router import ROUTER_OPTIONS
 from pagoda.cluster.worker_client import ServeWorkerClient
@@ -152,11 +154,14 @@ def _workers(config: ClusterConfig, token: str) -> Any:
         **_lifecycle(config),
     )
     root = serve.deployment(max_queued_requests=-1, ray_actor_options={"num_cpus": 0}, **_lifecycle(config))
-    return root(WorkersRoot).bind(worker(Worker).bind(config.engine, token, ray.util.get_node_ip_address))
+    return root(WorkersRoot).bind(
+        worker(Worker).bind(config.engine, token, ray.util.get_node_ip_address, config.log_level)
+    )
 
 
 def _front(config: ClusterConfig, limits: EngineLimits, token: str) -> Any:
     def build() -> FastAPI:
+        log_through_serve(config.log_level)
         ingress_id = uuid.uuid4().hex
         sessions = WorkerSessions(ingress_id, token=token)
         handle = serve.get_deployment_handle("Worker", app_name=WORKERS_APP)
@@ -177,7 +182,8 @@ def _front(config: ClusterConfig, limits: EngineLimits, token: str) -> Any:
             await sessions.shutdown()
             service.close()
 
-        return build_http_app(service, model_name=config.served_model_name, lifespan=lifespan)
+        metrics = IngressMetrics(ingress=ingress_id)
+        return build_http_app(service, model_name=config.served_model_name, lifespan=lifespan, metrics=metrics)
 
     front = serve.deployment(
         name="Front",

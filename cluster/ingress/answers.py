@@ -26,8 +26,9 @@ class AnswerBuilder:
     def __init__(self, endpoint: Endpoint, model_name: str, num_choices: int) -> None:
         self._endpoint = endpoint
         self.choices = [Choice() for _ in range(num_choices)]
+        self.answer_id = f"{'chatcmpl' if endpoint == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {
-            "id": f"{'chatcmpl' if endpoint == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
+            "id": self.answer_id,
             "created": int(time.time()),
             "model": model_name,
         }

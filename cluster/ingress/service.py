@@ -36,6 +36,10 @@ class WorkerClient(Protocol):
         """End one sample of a running request; what still comes for it may be ignored."""
         ...
 
+    async def scrape(self) -> list[str | None]:
+        """What each worker has measured, as Prometheus text; None of those that do not answer in time."""
+        ...
+
 
 class GenerationFailedError(PagodaError):
     """A worker accepted the request and then could not finish it."""
@@ -81,6 +85,10 @@ class InferenceService:
         except Exception:  # noqa: BLE001  (whatever is wrong, the answer is no)
             return False
         return True
+
+    async def scrape_workers(self) -> list[str | None]:
+        """What each worker has measured, as Prometheus text; None of those that do not answer in time."""
+        return await self._client.scrape()
 
     async def encode(self, prompt: str) -> list[int]:
         return await self._in_thread(lambda: self._tokenizer.encode(prompt))

@@ -72,14 +72,16 @@ def ray_environment(scratch: Path) -> dict[str, str]:
 def start_ray(config: ClusterConfig, *, address: str | None) -> None:
     """Join the Ray cluster at `address`, or start one on this machine that ends with this process."""
     os.environ.update(ray_environment(Path(tempfile.mkdtemp(prefix="pagoda-"))))
+    # Warnings are in the log files; who asks for more than these wants to see it.
+    shows_logs = config.log_level in ("debug", "info")
     if address is not None:
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address, log_to_driver=shows_logs, logging_level=logging.ERROR)
         return
     # The worker actors reserve one CPU each, the ingress and Serve's own actors none.
     ray.init(
         num_cpus=max(config.num_workers, os.cpu_count() or 1),
         include_dashboard=False,
-        log_to_driver=False,
+        log_to_driver=shows_logs,
         logging_level=logging.ERROR,
     )
 

@@ -32,6 +32,11 @@ logger = logging.getLogger(__name__)
 SESSION_DEADLINE_S = 5.0
 """How long a request waits for its ingress's session, which may still be on its way when a worker has just started."""
 _STOP_GRACE_S = 1.0
+_SERVER_OPTIONS = [
+    # Ingresses ping while no token flows, to notice a dead worker. Unasked, gRPC takes more than two pings without data
+    # in ten minutes for an attack and ends the connection, with all that runs over it.
+    ("grpc.http2.max_ping_strikes", 0),
+]
 
 
 class SessionLostError(EngineStoppedError):
@@ -57,7 +62,7 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
             asyncio.get_running_loop().create_future
         )
         """By ingress id; pending while a request is here before its session."""
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         tokens_pb2_grpc.add_TokenStreamServicer_to_server(self, self._server)
         metrics_pb2_grpc.add_WorkerMetricsServicer_to_server(self, self._server)
 

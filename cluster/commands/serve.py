@@ -84,6 +84,7 @@ def serve(
         click.echo(f"[{time.monotonic() - begin:5.1f} s] {what}", err=True)
 
     say(f"starting Ray{'' if ray_address is None else f' on {ray_address}'}")
+    os.environ["RAY_DEDUP_LOGS"] = "0"  # read when Ray is imported; lines of different requests are no repetition
     from pagoda.cluster.app import deploy, is_up, shut_down, start_ray  # seconds to import
 
     start_ray(config, address=ray_address)

@@ -118,6 +118,20 @@ async def test_cancelled_scrape_is_cancelled(monkeypatch: pytest.MonkeyPatch) ->
             await scraping
 
 
+async def test_idle_session_survives_its_keepalive_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing to send for half a minute, sessions ended with "too many pings", and what ran over them was lost.
+
+    Here they ping every second, which ended them after five.
+    """
+    options = dict(sessions_module._KEEPALIVE) | {"grpc.keepalive_time_ms": 1000}
+    monkeypatch.setattr(sessions_module, "_KEEPALIVE", list(options.items()))
+    async with workers("a") as (sessions, _):
+        (channel,) = sessions._channels.values()
+        await asyncio.wait_for(channel.channel_ready(), DEADLINE_S)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(channel.wait_for_state_change(grpc.ChannelConnectivity.READY), 7.0)
+
+
 async def test_no_workers() -> None:
     async with workers() as (sessions, _):
         assert await sessions.scrape() == []

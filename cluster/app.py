@@ -28,8 +28,10 @@ from ray.serve.schema import LoggingConfig
 from pagoda.cluster import known_workers
 from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.ingress.http import build_http_app
+from pagoda.cluster.ingress.metrics import IngressMetrics
 from pagoda.cluster.ingress.service import InferenceService
 from pagoda.cluster.ingress.sessions import WorkerEndpoint, WorkerSessions
+from pagoda.cluster.logs import log_through_serve
 from pagoda.cluster.replica import Worker, WorkersRoot
 from pagoda.cluster.router import ROUTER_OPTIONS
 from pagoda.cluster.worker_client import ServeWorkerClient
@@ -87,14 +89,16 @@ def _free_port() -> int:
 def start_ray(config: ClusterConfig, *, address: str | None) -> None:
     """Join the Ray cluster at `address`, or start one on this machine that ends with this process."""
     os.environ.update(ray_environment(config, Path(tempfile.mkdtemp(prefix="pagoda-"))))
+    # Warnings are in the log files; who asks for more than these wants to see it.
+    shows_logs = config.log_level in ("debug", "info")
     if address is not None:
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address, log_to_driver=shows_logs, logging_level=logging.ERROR)
         return
     # The worker actors reserve one CPU each, the ingress and Serve's own actors none.
     ray.init(
         num_cpus=max(config.num_workers, os.cpu_count() or 1),
         include_dashboard=False,
-        log_to_driver=False,
+        log_to_driver=shows_logs,
         logging_level=logging.ERROR,
     )
 
@@ -169,11 +173,14 @@ def _workers(config: ClusterConfig, token: str) -> Any:
         **_lifecycle(config),
     )
     root = serve.deployment(max_queued_requests=-1, ray_actor_options={"num_cpus": 0}, **_lifecycle(config))
-    return root(WorkersRoot).bind(worker(Worker).bind(config.engine, token, ray.util.get_node_ip_address))
+    return root(WorkersRoot).bind(
+        worker(Worker).bind(config.engine, token, ray.util.get_node_ip_address, config.log_level)
+    )
 
 
 def _front(config: ClusterConfig, limits: EngineLimits, token: str) -> Any:
     def build() -> FastAPI:
+        log_through_serve(config.log_level)
         ingress_id = uuid.uuid4().hex
         sessions = WorkerSessions(ingress_id, token=token)
         handle = serve.get_deployment_handle("Worker", app_name=WORKERS_APP)
@@ -195,7 +202,11 @@ def _front(config: ClusterConfig, limits: EngineLimits, token: str) -> Any:
             service.close()
 
         return build_http_app(
-            service, model_name=config.served_model_name, lifespan=lifespan, server_sends_request_id=True
+            service,
+            model_name=config.served_model_name,
+            lifespan=lifespan,
+            metrics=IngressMetrics(ingress=ingress_id),
+            server_sends_request_id=True,
         )
 
     front = serve.deployment(

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from pagoda.cluster.logs import LOG_LEVELS, LogLevel
 from pagoda.worker.config import EngineConfig, require_in_range
+from pagoda.worker.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,8 @@ class ClusterConfig:
     """How long running requests may go on when the service stops."""
     max_http_requests: int = 4096
     """HTTP requests that the ingress works on at once; more wait in the proxy."""
+    log_level: LogLevel = "warning"
+    """Of workers and ingresses. At info, the ingress logs a line for each request."""
 
     def __post_init__(self) -> None:
         require_in_range("port", self.port, 1, 65535)
@@ -29,3 +33,5 @@ class ClusterConfig:
         require_in_range("num_ingresses", self.num_ingresses, 1, 1024)
         require_in_range("drain_s", self.drain_s, 0, 3600)
         require_in_range("max_http_requests", self.max_http_requests, 1, 2**20)
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")

@@ -38,7 +38,7 @@ class Front:
         self._service = InferenceService(Tokenizer(config.engine.model_path), client, limits)
         self._grpc = GrpcApi(self._service, config.served_model_name)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:  # noqa: PLW3201  (the name that Serve looks for)
+    def __serve_build_asgi_app__(self) -> FastAPI:
         return build_http_app(self._service, model_name=self._config.served_model_name, lifespan=self._lifespan)
 
     @asynccontextmanager
@@ -72,7 +72,9 @@ class Front:
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
         return await _single(self._grpc.tokenize(request), grpc_context)
 
-    async def ListModels(self, request: pb.ListModelsRequest, grpc_context: RayServegRPCContext) -> pb.ListModelsResponse:
+    async def ListModels(
+        self, request: pb.ListModelsRequest, grpc_context: RayServegRPCContext
+    ) -> pb.ListModelsResponse:
         return await _single(self._grpc.list_models(request), grpc_context)
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:

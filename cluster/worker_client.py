@@ -50,6 +50,9 @@ class ServeWorkerClient:
     def abort_sample(self, request_id: RequestId, index: int) -> None:
         self._sessions.abort_sample(request_id, index)
 
+    async def scrape(self) -> list[str | None]:
+        return await self._sessions.scrape()
+
     async def _try(self, request: Request) -> AsyncGenerator[list[SequenceOutput], None]:
         # Registered before the call, so that no token comes too early.
         outputs = self._sessions.open(request.request_id)
@@ -70,7 +73,7 @@ class ServeWorkerClient:
     async def _call(self, request: Request) -> None:
         response = self._handle.run_request.remote(request, self._ingress_id)
         try:
-            await response
+            refusal = await response
         except RayTaskError as error:
             # The remote error as it was; its own text is a remote stack trace.
             if isinstance(error.cause, EngineStoppedError):
@@ -82,3 +85,5 @@ class ServeWorkerClient:
             raise WorkerLostError("the worker is gone") from error
         finally:
             response.cancel()  # type: ignore[no-untyped-call]
+        if refusal is not None:
+            raise refusal

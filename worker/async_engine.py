@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pagoda.worker.build import build_engine
 from pagoda.worker.config import EngineConfig, EngineLimits
 from pagoda.worker.engine import Engine
+from pagoda.worker.metrics import WorkerMetrics
 from pagoda.worker.scheduler import SchedulerStats
 from pagoda.worker.types import Request, RequestId, SequenceOutput
 from pagoda.worker.weights import Progress
@@ -26,11 +27,17 @@ class _Live:
 class AsyncEngine:
     """Owns an engine and hands its outputs to one event loop, in one callback a step."""
 
-    def __init__(self, config: EngineConfig, *, progress: Progress) -> None:
-        """Load and start; blocks until the model is loaded. Raises as `build_engine` does."""
+    def __init__(self, config: EngineConfig, *, progress: Progress, name: str = "local") -> None:
+        """Load and start; blocks until the model is loaded. Raises as `build_engine` does.
+
+        `name` is what tells its metrics from those of other workers.
+        """
         self._live: dict[RequestId, _Live] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._engine: Engine = build_engine(config, on_outputs=self._on_outputs, progress=progress)
+        self._metrics = WorkerMetrics(worker=name)
+        self._engine: Engine = build_engine(
+            config, on_outputs=self._on_outputs, progress=progress, wrap_executor=self._metrics.measured
+        )
         self._engine.start()
 
     @property
@@ -45,13 +52,18 @@ class AsyncEngine:
     def stats(self) -> SchedulerStats:
         return self._engine.stats()
 
+    def metrics_exposition(self) -> str:
+        """What was measured, in Prometheus' text format."""
+        return self._metrics.exposition(self._engine.stats())
+
     async def run(self, request: Request, sink: Sink) -> None:
         """Run a request to its end. Cancelling this aborts it.
 
         All requests of one engine belong to one event loop. Raises as `Engine.add` does.
         """
         self._loop = asyncio.get_running_loop()
-        self._engine.add(request)
+        with self._metrics.arrival(request):
+            self._engine.add(request)
         # Outputs arrive through the loop that is running this, so none can come before the entry is there.
         live = self._live[request.request_id] = _Live(request, sink)
         try:
@@ -74,6 +86,7 @@ class AsyncEngine:
 
     def _on_outputs(self, outputs: list[SequenceOutput]) -> None:
         """Engine thread."""
+        self._metrics.take_outputs(outputs)
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._deliver, outputs)
 

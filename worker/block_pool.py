@@ -10,8 +10,12 @@ A block is in one of three states:
 
 `release` takes a sequence's blocks tail first, so that of a chain of cached blocks the tail is always evicted before
 the blocks it depends on. Only ids and counts live here; the bytes are the runner's.
+
+The pool remembers as many evicted keys as it has blocks, the latest ones: what misses them would have been found in a
+pool of about twice the size.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -100,6 +104,8 @@ class BlockPool:
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._free = FreeQueue()
         self._index: dict[BlockKey, Block] = {}
+        self._evicted: OrderedDict[BlockKey, None] = OrderedDict()
+        """In the order of their eviction."""
         for block in self._blocks:
             self._free.append(block)
 
@@ -121,10 +127,15 @@ class BlockPool:
         """The block cached under `key`. It stays evictable until it is acquired."""
         return self._index.get(key)
 
+    def was_evicted(self, key: BlockKey) -> bool:
+        """Whether a block was cached under `key` until one of the latest `num_blocks` evictions."""
+        return key in self._evicted
+
     def allocate(self) -> Block:
         """Take the next free block, dropping what it cached. Raises `IntegrityError` if none is free."""
         block = self._free.pop_left()
         if block.key is not None:
+            self._remember(block.key)
             self.withdraw(block)
         block.ref_count = 1
         return block
@@ -151,6 +162,7 @@ class BlockPool:
         canonical = self._index.setdefault(key, block)
         if canonical is block:
             block.key = key
+            self._evicted.pop(key, None)
         return canonical
 
     def withdraw(self, block: Block) -> None:
@@ -159,10 +171,16 @@ class BlockPool:
             del self._index[block.key]
             block.key = None
 
+    def _remember(self, key: BlockKey) -> None:
+        self._evicted[key] = None
+        if len(self._evicted) > len(self._blocks):
+            self._evicted.popitem(last=False)
+
     def clear_cache(self) -> None:
         """Make every block unfindable."""
         for block in list(self._index.values()):
             self.withdraw(block)
+        self._evicted.clear()
 
     def check_integrity(self, holds: Mapping[int, int]) -> None:
         """Raise `IntegrityError` unless counts, queue and index agree with `holds` (block id -> holders)."""

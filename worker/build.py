@@ -83,12 +83,14 @@ def build_engine(
     *,
     on_outputs: Callable[[list[SequenceOutput]], None],
     progress: Progress,
+    wrap_executor: Callable[[Executor], Executor] = lambda executor: executor,
 ) -> Engine:
     """Load the model and return an engine that is not started yet.
 
     Args:
         on_outputs: see `Engine`.
         progress: told how far loading is.
+        wrap_executor: gets the executor and returns the one that the engine uses, which may look at what passes.
 
     Raises as `plan_engine` does, and `ModelError` for a checkpoint that does not fit its config.
     """
@@ -127,7 +129,7 @@ def build_engine(
     )
     return Engine(
         Scheduler(config.scheduler, plan.limits, manager, eos_token_ids=plan.model.eos_token_ids),
-        executor,
+        wrap_executor(executor),
         domain,
         on_outputs=on_outputs,
     )

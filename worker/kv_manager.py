@@ -10,12 +10,27 @@ before anybody attends to it. A failed step withdraws what it sealed. Shared blo
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from pagoda.worker.block_pool import Block, BlockKey, BlockPool
 from pagoda.worker.errors import IntegrityError
 from pagoda.worker.sequence import Sequence
 from pagoda.worker.types import SequenceId
+
+
+class MissReason(StrEnum):
+    """Why a prompt token was not found in the cache."""
+
+    EVICTED = "evicted"
+    """Its block was cached until one of the latest evictions, of which the pool remembers as many as it has blocks."""
+    NEVER_SEEN = "never_seen"
+    """Its block is neither cached nor among those."""
+    OPEN_BLOCK = "open_block"
+    """No lookup could find it: it lies behind the last full block, or is the last token, which is always computed."""
+    NOT_ELIGIBLE = "not_eligible"
+    """The cache is off, or the request stays out of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +86,23 @@ class KVManager:
                 for column, block in zip(columns, present, strict=True):
                     column.append(block)
         return PrefixHit(tuple(tuple(column) for column in columns))
+
+    def misses(self, sequence: Sequence, num_found_tokens: int) -> Mapping[MissReason, int]:
+        """Why the sequence's prompt tokens beyond the first `num_found_tokens` were not found: tokens by reason."""
+        num_missed = sequence.num_prompt_tokens - num_found_tokens
+        if not self.enable_prefix_caching or sequence.hash_root is None:
+            return {MissReason.NOT_ELIGIBLE: num_missed}
+        num_full_blocks = sequence.num_prompt_tokens // self.block_size
+        missed = sequence.block_hashes[-(-num_found_tokens // self.block_size) : num_full_blocks]
+        num_evicted = sum(
+            any(self.pool.was_evicted(BlockKey(block_hash, group)) for group in range(self.num_groups))
+            for block_hash in missed
+        )
+        return {
+            MissReason.EVICTED: num_evicted * self.block_size,
+            MissReason.NEVER_SEEN: (len(missed) - num_evicted) * self.block_size,
+            MissReason.OPEN_BLOCK: num_missed - len(missed) * self.block_size,
+        }
 
     def fits(self, sequence: Sequence, hit: PrefixHit) -> bool:
         """Whether the free blocks hold all the sequence's tokens that the hit lacks."""

@@ -19,14 +19,14 @@ Rules that hold at all times:
 """
 
 from bisect import insort
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from pagoda.worker.block_hash import BlockHash
 from pagoda.worker.config import EngineLimits, SchedulerConfig
 from pagoda.worker.errors import IntegrityError
-from pagoda.worker.kv_manager import KVManager
+from pagoda.worker.kv_manager import KVManager, MissReason
 from pagoda.worker.sequence import Sequence, SequenceState
 from pagoda.worker.types import (
     FinishReason,
@@ -60,6 +60,14 @@ class SchedulerStats:
     """Prompt tokens of admitted sequences."""
     num_cached_tokens: int = 0
     """Of these, tokens that a cached or shared block spared."""
+    num_queried_tokens: int = 0
+    """Prompt tokens looked up in the cache: all but those that a sample shares with another one. Each is a hit or a
+    miss. A sequence that comes back from preemption does not count again."""
+    num_hit_tokens: int = 0
+    num_missed_tokens: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    num_blocks: int = 0
+    num_held_blocks: int = 0
+    """Blocks that sequences hold."""
 
 
 class Scheduler:
@@ -193,7 +201,15 @@ class Scheduler:
 
     def snapshot(self) -> SchedulerStats:
         """A copy of the counters, with the queue lengths as they are."""
-        return replace(self.stats, num_running=len(self._running), num_waiting=self._num_waiting)
+        pool = self.manager.pool
+        return replace(
+            self.stats,
+            num_running=len(self._running),
+            num_waiting=self._num_waiting,
+            num_missed_tokens=self.stats.num_missed_tokens.copy(),
+            num_blocks=pool.num_blocks,
+            num_held_blocks=pool.num_blocks - pool.num_free,
+        )
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless queues, states and blocks agree."""
@@ -309,9 +325,17 @@ class Scheduler:
             if not self.manager.admit(sequence, hit):
                 return None
             num_found = num_shared = hit.num_blocks * block_size
+            if sequence.num_preemptions == 0:
+                self._count_lookup(sequence, min(num_found, sequence.num_tokens - 1))
         # The last token is always computed: its logits are what the next one is sampled from.
         sequence.num_computed_tokens = min(num_found, sequence.num_tokens - 1)
         return num_shared
+
+    def _count_lookup(self, sequence: Sequence, num_hit_tokens: int) -> None:
+        self.stats.num_queried_tokens += sequence.num_prompt_tokens
+        self.stats.num_hit_tokens += num_hit_tokens
+        for reason, num_tokens in self.manager.misses(sequence, num_hit_tokens).items():
+            self.stats.num_missed_tokens[reason] += num_tokens
 
     def _run(self, plan: SchedulerOutput, sequence: Sequence, num_shared_tokens: int) -> None:
         sequence.state = SequenceState.RUNNING

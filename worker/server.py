@@ -8,6 +8,7 @@
        | <-- run_request returns ---------------- |      when every sample has ended
 
 A session that ends takes its ingress's requests with it. No Ray in here: the call comes through `run_request`.
+Besides, any ingress may ask what the worker has measured.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from typing import Any
 
 import grpc
 
-from pagoda.proto import tokens_pb2, tokens_pb2_grpc
+from pagoda.proto import metrics_pb2, metrics_pb2_grpc, tokens_pb2, tokens_pb2_grpc
 from pagoda.worker.async_engine import AsyncEngine
 from pagoda.worker.errors import EngineStoppedError
 from pagoda.worker.pending_outputs import PendingOutputs
@@ -31,6 +32,11 @@ logger = logging.getLogger(__name__)
 SESSION_DEADLINE_S = 5.0
 """How long a request waits for its ingress's session, which may still be on its way when a worker has just started."""
 _STOP_GRACE_S = 1.0
+_SERVER_OPTIONS = [
+    # Ingresses ping while no token flows, to notice a dead worker. Unasked, gRPC takes more than two pings without data
+    # in ten minutes for an attack and ends the connection, with all that runs over it.
+    ("grpc.http2.max_ping_strikes", 0),
+]
 
 
 class SessionLostError(EngineStoppedError):
@@ -45,7 +51,7 @@ class _Session:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-class WorkerServer(tokens_pb2_grpc.TokenStreamServicer):
+class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerMetricsServicer):
     """Serves one engine. Everything runs on one event loop, the one it is made on."""
 
     def __init__(self, engine: AsyncEngine, *, token: str) -> None:
@@ -56,8 +62,9 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer):
             asyncio.get_running_loop().create_future
         )
         """By ingress id; pending while a request is here before its session."""
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         tokens_pb2_grpc.add_TokenStreamServicer_to_server(self, self._server)
+        metrics_pb2_grpc.add_WorkerMetricsServicer_to_server(self, self._server)
 
     async def start(self, host: str) -> str:
         """Listen on a free port of `host`. Returns the address to dial."""
@@ -90,9 +97,7 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer):
         self, request_iterator: AsyncIterator[tokens_pb2.SessionCommand], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[tokens_pb2.TokenBatch]:
         """One ingress's session; see the proto."""
-        shown = dict(context.invocation_metadata() or ()).get("authorization", "")
-        if not hmac.compare_digest(str(shown).encode(), self._authorization):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: wrong or missing token")
+        await self._authorize(context)
         first = await anext(request_iterator, tokens_pb2.SessionCommand())
         ingress_id = first.hello.ingress_id
         if not ingress_id or (ingress_id in self._sessions and self._sessions[ingress_id].done()):
@@ -109,6 +114,21 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer):
             del self._sessions[ingress_id]
             session.ended.set_result(None)
             reading.cancel()
+
+    async def Scrape(
+        self,
+        request: metrics_pb2.ScrapeRequest,  # noqa: ARG002  (it says nothing)
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> metrics_pb2.Exposition:
+        """What the worker has measured; see the proto."""
+        await self._authorize(context)
+        return metrics_pb2.Exposition(text=self._engine.metrics_exposition())
+
+    async def _authorize(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """End the call unless it shows the token."""
+        shown = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if not hmac.compare_digest(str(shown).encode(), self._authorization):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: wrong or missing token")
 
     async def _read_commands(self, commands: AsyncIterator[tokens_pb2.SessionCommand], session: _Session) -> None:
         try:

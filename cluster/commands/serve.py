@@ -13,6 +13,7 @@ import click
 
 from pagoda.cluster.commands.options import engine_config, engine_options
 from pagoda.cluster.config import ClusterConfig
+from pagoda.cluster.logs import LOG_LEVELS, LogLevel
 from pagoda.worker.build import plan_engine
 from pagoda.worker.config import EngineConfig
 from pagoda.worker.errors import ConfigError
@@ -29,6 +30,11 @@ _START_CHECK_PERIOD_S = 0.1
 @click.option("--workers", "num_workers", type=int, default=1, help="Worker replicas.")
 @click.option("--ingresses", "num_ingresses", type=int, default=1, help="HTTP processes.")
 @click.option("--drain-s", type=float, default=10.0, help="Seconds that running requests get when the service stops.")
+@click.option(
+    "--log-level",
+    type=click.Choice(LOG_LEVELS),
+    help="Of workers and ingresses; info logs a line for each request.  [default: warning; info after pagoda -v]",
+)
 @click.option("--ray-address", help="A running Ray cluster to serve on, such as `auto`.  [default: start one here]")
 def serve(
     served_model_name: str | None,
@@ -37,11 +43,13 @@ def serve(
     num_workers: int,
     num_ingresses: int,
     drain_s: float,
+    log_level: LogLevel | None,
     ray_address: str | None,
     **options: Any,
 ) -> None:
     """Serve a model through the OpenAI API until interrupted."""
     begin = time.monotonic()
+    is_verbose = click.get_current_context().find_root().params.get("verbose", False)
     name = served_model_name or options["model"].rstrip("/").rsplit("/", 1)[-1]
     if options["num_threads"] is None:
         options["num_threads"] = max(1, (os.cpu_count() or 1) // max(1, num_workers))
@@ -53,6 +61,7 @@ def serve(
         num_workers=num_workers,
         num_ingresses=num_ingresses,
         drain_s=drain_s,
+        log_level=log_level or ("info" if is_verbose else "warning"),
     )
     config = replace(config, engine=engine_config(options))
     plan = plan_engine(config.engine)
@@ -75,6 +84,7 @@ def serve(
         click.echo(f"[{time.monotonic() - begin:5.1f} s] {what}", err=True)
 
     say(f"starting Ray{'' if ray_address is None else f' on {ray_address}'}")
+    os.environ["RAY_DEDUP_LOGS"] = "0"  # read when Ray is imported; lines of different requests are no repetition
     from pagoda.cluster.app import deploy, is_up, shut_down, start_ray  # seconds to import
 
     start_ray(config, address=ray_address)

@@ -79,9 +79,7 @@ class GrpcApi:
                 token_ids = await self._encode_chat(request.conversation.messages)
             case _:
                 raise InvalidRequestError("input", "give either text or conversation")
-        return inference_pb2.TokenizeResponse(
-            token_ids=token_ids, max_model_len=self._service.limits.max_model_len
-        )
+        return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=self._service.limits.max_model_len)
 
     async def list_models(self, _: inference_pb2.ListModelsRequest) -> inference_pb2.ListModelsResponse:
         model = inference_pb2.ModelInfo(id=self._model_name, max_model_len=self._service.limits.max_model_len)
@@ -130,9 +128,7 @@ class GrpcApi:
 
 def sampling_params(message: inference_pb2.Sampling) -> SamplingParams:
     """Validated sampling parameters. Raises `InvalidRequestError` naming the field."""
-    given: dict[str, Any] = {
-        field.name: value for field, value in message.ListFields() if not field.is_repeated
-    }
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields() if not field.is_repeated}
     given.setdefault("max_tokens", None)
     if message.logit_bias:
         given["logit_bias"] = dict(message.logit_bias)

@@ -13,19 +13,23 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from pagoda import __version__
 from pagoda.cluster.ingress.answers import AnswerBuilder, AnswerOptions, Endpoint, Prompt, error_body
 from pagoda.cluster.ingress.fields import GenerationFields
+from pagoda.cluster.ingress.metrics import IngressMetrics
 from pagoda.cluster.ingress.problems import first_problem
 from pagoda.cluster.ingress.request_id import RequestIds, request_id_headers, request_id_of
+from pagoda.cluster.ingress.request_log import AnswerCounts, RequestLog, record_of
 from pagoda.cluster.ingress.schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from pagoda.cluster.ingress.service import Generation, InferenceService, TextOutput, merge, prompt_only
 from pagoda.cluster.ingress.tokens_api import TokensApi
 from pagoda.cluster.ingress.usage import Usage, usage
 from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
+from pagoda.worker.instruments import CONTENT_TYPE
 from pagoda.worker.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -53,6 +57,7 @@ def build_http_app(
     *,
     model_name: str,
     lifespan: Lifespan | None = None,
+    metrics: IngressMetrics | None = None,
     server_sends_request_id: bool = False,
 ) -> FastAPI:
     """The application.
@@ -61,10 +66,13 @@ def build_http_app(
     the request's id into the answer's header, as Ray Serve does, says so.
     """
     app = FastAPI(title="Pagoda", version=__version__, lifespan=lifespan)
+    metrics = metrics or IngressMetrics(ingress="local")
+    app.add_middleware(RequestLog, metrics=metrics)
     app.add_middleware(RequestIds, adds_header=not server_sends_request_id)
-    api = _Api(service, model_name)
+    api = _Api(service, model_name, metrics)
     tokens = TokensApi(service, api.check_model)
     app.get("/health")(api.health)
+    app.get("/metrics")(api.metrics)
     app.get("/version")(api.version)
     app.get("/v1/models")(api.list_models)
     app.get("/v1/models/{model:path}")(api.get_model)
@@ -75,7 +83,7 @@ def build_http_app(
         ("/detokenize", tokens.detokenize, DetokenizeRequest),
     ):
         app.post(path, response_model=None, openapi_extra=_documented_body(body))(endpoint)
-    for kind in (ValidationError, HTTPException, PagodaError, Exception):
+    for kind in (ValidationError, HTTPException, ClientDisconnect, PagodaError, Exception):
         app.exception_handler(kind)(_on_error)
     return app
 
@@ -83,8 +91,9 @@ def build_http_app(
 class _Api:
     """The endpoints."""
 
-    def __init__(self, service: InferenceService, model_name: str) -> None:
+    def __init__(self, service: InferenceService, model_name: str, metrics: IngressMetrics) -> None:
         self._service = service
+        self._metrics = metrics
         self._model_name = model_name
         self._created = int(time.time())
         served = f"{model_name} {service.limits}"
@@ -95,6 +104,11 @@ class _Api:
 
     async def health(self) -> Response:
         return Response(status_code=200 if await self._service.is_healthy() else 503)
+
+    async def metrics(self) -> Response:
+        """Of this process and of all workers, in Prometheus' text format."""
+        workers = await self._service.scrape_workers()
+        return Response(self._metrics.exposition(workers), media_type=CONTENT_TYPE)
 
     async def list_models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._model()]}
@@ -223,10 +237,13 @@ async def _respond(
     http: HttpRequest, body: GenerationFields, generations: list[Generation], builder: AnswerBuilder
 ) -> Response:
     tally = _Tally(generations)
+    record = record_of(http)
+    record.follow(lambda: _counts(builder, tally))
     pieces = merge(generations)
     try:
         # Until the first tokens are here, an error can still be a status.
         first = await _unless_client_goes(http, anext(pieces))
+        record.first_token_arrives()
         if not body.stream:
             return await _unless_client_goes(http, _collect(first, pieces, builder, tally))
     except ClientGoneError:
@@ -236,6 +253,17 @@ async def _respond(
         raise
     events = _events(first, pieces, builder, tally, body)
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _counts(builder: AnswerBuilder, tally: _Tally) -> AnswerCounts:
+    counts = tally.usage()
+    return AnswerCounts(
+        answer_id=builder.answer_id,
+        num_prompt_tokens=counts.prompt_tokens,
+        num_cached_tokens=counts.prompt_tokens_details.cached_tokens,
+        num_output_tokens=counts.completion_tokens,
+        finish_reasons=[choice.finish_reason for choice in builder.choices],
+    )
 
 
 async def _collect(
@@ -337,6 +365,8 @@ def _describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return 503, error_body(str(error), kind="server_error", code="unavailable")
         case PagodaError():
             return 500, error_body(str(error), kind="server_error")
+        case ClientDisconnect():
+            return _CLIENT_CLOSED_REQUEST, error_body("the client went away", kind=invalid)
         case HTTPException():
             return error.status_code, error_body(str(error.detail), kind=invalid)
         case _:

@@ -34,3 +34,6 @@ class LocalWorkerClient:
 
     def abort_sample(self, request_id: RequestId, index: int) -> None:
         self._engine.abort(request_id, index)
+
+    async def scrape(self) -> list[str | None]:
+        return [self._engine.metrics_exposition()]

@@ -40,6 +40,10 @@ class WorkerClient(Protocol):
         """End one sample of a running request; what still comes for it may be ignored."""
         ...
 
+    async def scrape(self) -> list[str | None]:
+        """What each worker has measured, as Prometheus text; None of those that do not answer in time."""
+        ...
+
 
 class GenerationFailedError(PagodaError):
     """A worker accepted the request and then could not finish it."""
@@ -100,6 +104,10 @@ class InferenceService:
     @property
     def vocabulary(self) -> Vocabulary:
         return self._tokenizer.vocabulary
+
+    async def scrape_workers(self) -> list[str | None]:
+        """What each worker has measured, as Prometheus text; None of those that do not answer in time."""
+        return await self._client.scrape()
 
     async def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         return await self._in_thread(lambda: self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from pagoda.proto import tokens_pb2, tokens_pb2_grpc
+from pagoda.proto import metrics_pb2, metrics_pb2_grpc, tokens_pb2, tokens_pb2_grpc
 from pagoda.worker.errors import EngineStoppedError
 from pagoda.worker.pending_outputs import PendingOutputs
 from pagoda.worker.token_stream import decode
@@ -24,6 +24,7 @@ _KEEPALIVE = [
 ]
 _MAX_COMMANDS = 4096
 _RECONNECT_S = 0.2
+_SCRAPE_DEADLINE_S = 2.0
 
 
 class WorkerLostError(EngineStoppedError):
@@ -62,6 +63,8 @@ class WorkerSessions:
         self._ingress_id = ingress_id
         self._metadata = (("authorization", f"Bearer {token}"),)
         self._tasks: dict[WorkerEndpoint, asyncio.Task[None]] = {}
+        self._channels: dict[WorkerEndpoint, grpc.aio.Channel] = {}
+        """Of the sessions that are open or being opened."""
         self._routable: set[WorkerEndpoint] = set()
         self._outputs: dict[RequestId, PendingOutputs] = {}
         self._session_of: dict[RequestId, _Session] = {}
@@ -89,11 +92,28 @@ class WorkerSessions:
             abort = tokens_pb2.AbortSample(request_id=request_id, index=index)
             session.commands.put_nowait(tokens_pb2.SessionCommand(abort=abort))
 
+    async def scrape(self) -> list[str | None]:
+        """What each worker has measured; None of those that do not answer in time."""
+        return await asyncio.gather(*(self._scrape(self._channels.get(endpoint)) for endpoint in self._tasks))
+
     async def shutdown(self) -> None:
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _scrape(self, channel: grpc.aio.Channel | None) -> str | None:
+        if channel is None:
+            return None
+        stub = metrics_pb2_grpc.WorkerMetricsStub(channel)
+        try:
+            answer = await stub.Scrape(metrics_pb2.ScrapeRequest(), metadata=self._metadata, timeout=_SCRAPE_DEADLINE_S)
+        # Closing a channel, as the end of its session does, cancels the calls on it.
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
+                raise
+            return None
+        return str(answer.text)
 
     async def _keep(self, endpoint: WorkerEndpoint) -> None:
         """Hold the session; dial again for as long as the worker is routable."""
@@ -114,12 +134,14 @@ class WorkerSessions:
         hello = tokens_pb2.SessionHello(ingress_id=self._ingress_id)
         await session.commands.put(tokens_pb2.SessionCommand(hello=hello))
         async with grpc.aio.insecure_channel(endpoint.address, options=_KEEPALIVE) as channel:
+            self._channels[endpoint] = channel
             stub = tokens_pb2_grpc.TokenStreamStub(channel)
             call = stub.Session(_drain(session.commands), metadata=self._metadata)
             try:
                 async for batch in call:
                     self._deliver(batch, session)
             finally:
+                del self._channels[endpoint]
                 for request_id in list(session.requests):
                     if (outputs := self._outputs.get(request_id)) is not None:
                         outputs.fail(WorkerLostError(f"the worker at {endpoint.address} is gone"))

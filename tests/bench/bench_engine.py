@@ -2,6 +2,7 @@
 
 schedule_update_ms_b32, _b256   one steady decode step of scheduler and KV manager, 1,000-token contexts
 input_build_ms_b32              gathering that step's arrays
+metrics_us_per_token_b1, _b32    measuring a token of a steady decode step, in the engine's thread
 serve_to_first_token_s          from `pagoda serve` to the first token over HTTP, model cache warm
 """
 
@@ -26,8 +27,17 @@ from pagoda.worker.block_pool import BlockPool
 from pagoda.worker.config import EngineLimits, SchedulerConfig
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.kv_manager import KVManager
+from pagoda.worker.metrics import WorkerMetrics
 from pagoda.worker.scheduler import Scheduler
-from pagoda.worker.types import ModelRunnerOutput, Request, RequestId, SamplingParams, SchedulerOutput
+from pagoda.worker.types import (
+    ModelRunnerOutput,
+    Request,
+    RequestId,
+    SamplingParams,
+    SchedulerOutput,
+    SequenceId,
+    SequenceOutput,
+)
 
 OUTPUT = Path("build/bench/engine.json")
 BLOCK_SIZE = 16
@@ -85,6 +95,35 @@ def control_path_ms(num_seqs: int) -> tuple[float, float]:
     return statistics.median(schedule) * 1e3, statistics.median(build) * 1e3
 
 
+def metrics_us_per_token(num_seqs: int) -> float:
+    """Median microseconds that a decode step of `num_seqs` sequences spends on its metrics, for each token."""
+    metrics = WorkerMetrics(worker="bench")
+    ids = [RequestId(str(index)) for index in range(num_seqs)]
+    for request_id in ids:
+        with metrics.arrival(Request(request_id, (1,), SamplingParams())):
+            pass
+    executor = metrics.measured(_NoExecutor())
+    plan = SchedulerOutput(1, num_scheduled_tokens={SequenceId(f"{request_id}/0"): 1 for request_id in ids})
+    outputs = [SequenceOutput(request_id, 0, (1,)) for request_id in ids]
+    times = []
+    for _ in range(10 * NUM_STEPS):
+        begin = time.perf_counter()
+        executor.execute(plan)
+        metrics.take_outputs(outputs)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) / num_seqs * 1e6
+
+
+class _NoExecutor:
+    """Computes nothing."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:  # noqa: ARG002
+        return ModelRunnerOutput({})
+
+    def shutdown(self) -> None:
+        pass
+
+
 def serve_to_first_token_s() -> float:
     """Start the service as a user would and ask for one token as soon as it answers."""
     with socket.socket() as probe:
@@ -129,6 +168,8 @@ def main() -> None:
         "schedule_update_ms_b32": schedule_32,
         "schedule_update_ms_b256": schedule_256,
         "input_build_ms_b32": build_32,
+        "metrics_us_per_token_b1": metrics_us_per_token(1),
+        "metrics_us_per_token_b32": metrics_us_per_token(32),
     }
     if not arguments.skip_serve:
         result["serve_to_first_token_s"] = serve_to_first_token_s()

@@ -11,7 +11,7 @@ KEYS = [BlockKey(BlockHash(bytes([number]) * 16), group) for number in range(3) 
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """The model: free ids in the order they go, holders of each block, and the id cached under each key."""
+    """The model: free ids in the order they go, holders of each block, the id cached under each key, evicted keys."""
 
     @initialize(num_blocks=st.integers(1, 6))
     def start(self, *, num_blocks: int) -> None:
@@ -20,6 +20,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.free = list(range(num_blocks))
         self.holds = dict.fromkeys(range(num_blocks), 0)
         self.cached: dict[BlockKey, int] = {}
+        self.evicted: list[BlockKey] = []
 
     @property
     def held(self) -> list[int]:
@@ -32,6 +33,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert block.block_id == self.free.pop(0)
         self.blocks[block.block_id] = block
         self.holds[block.block_id] = 1
+        self.evicted += [key for key, cached_id in self.cached.items() if cached_id == block.block_id]
+        self.evicted = self.evicted[-self.pool.num_blocks :]
         self._uncache(block.block_id)
 
     @rule(key=st.sampled_from(KEYS))
@@ -61,6 +64,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
             block_id = data.draw(st.sampled_from(open_ids))
             canonical = self.pool.seal(self.blocks[block_id], key)
             assert canonical.block_id == self.cached.setdefault(key, block_id)
+            self.evicted = [other for other in self.evicted if other != key]
 
     @precondition(lambda self: self.blocks)
     @rule(data=st.data())
@@ -73,12 +77,14 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def clear_cache(self) -> None:
         self.pool.clear_cache()
         self.cached.clear()
+        self.evicted.clear()
 
     @invariant()
     def agree(self) -> None:
         self.pool.check_integrity(self.holds)
         assert self.pool.num_free == len(self.free)
         assert self.pool.num_cached == len(self.cached)
+        assert [key for key in KEYS if self.pool.was_evicted(key)] == sorted(self.evicted)
 
     def _uncache(self, block_id: int) -> None:
         self.cached = {key: cached_id for key, cached_id in self.cached.items() if cached_id != block_id}

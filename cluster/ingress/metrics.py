@@ -1,0 +1,43 @@
+"""What an ingress process measures, and `/metrics`: its own series and those of all workers. Workers measure requests.
+
+With several ingress processes a scrape reaches one of them. All of them show every worker's series; their own have the
+label `ingress`, so that counts of different processes are not taken for one.
+"""
+
+from collections.abc import Sequence
+
+from pagoda.worker.instruments import PREFIX, Definition, Instruments, merge_expositions
+
+HTTP_REQUESTS = Definition(
+    f"{PREFIX}http_requests_total",
+    "counter",
+    "HTTP requests answered, by route and status; 499: the client went before there was a status.",
+    ("path", "status"),
+)
+SCRAPE_FAILURES = Definition(
+    f"{PREFIX}worker_scrape_failures_total",
+    "counter",
+    "Workers whose series were missing from an answer to a scrape, since they did not answer in time.",
+)
+DEFINITIONS = (HTTP_REQUESTS, SCRAPE_FAILURES)
+
+
+class IngressMetrics:
+    """Written and exposed on the event loop of its process."""
+
+    def __init__(self, *, ingress: str) -> None:
+        """`ingress` is the label that tells this process's series from others'."""
+        instruments = Instruments({"ingress": ingress})
+        self._http_requests = instruments.value(HTTP_REQUESTS)
+        self._scrape_failures = instruments.value(SCRAPE_FAILURES)
+        self._instruments = instruments
+
+    def request_ends(self, path: str, status: int) -> None:
+        """`path` is the route's, never what a client made up."""
+        self._http_requests.add(labels=(path, str(status)))
+
+    def exposition(self, workers: Sequence[str | None]) -> str:
+        """All series, with each worker's exposition or None where there is none."""
+        answers = [text for text in workers if text is not None]
+        self._scrape_failures.add(len(workers) - len(answers))
+        return merge_expositions([self._instruments.exposition(), *answers])

@@ -1,0 +1,71 @@
+"""Our records reach Serve's handlers, by our level and not by Serve's."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from pagoda.cluster.config import ClusterConfig
+from pagoda.cluster.logs import LOG_LEVELS, log_through_serve
+from pagoda.worker.config import EngineConfig
+from pagoda.worker.errors import ConfigError
+
+
+class Collector(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def serves() -> Iterator[Collector]:
+    """What stands for Serve's log file."""
+    ours, serves, collector = logging.getLogger("pagoda"), logging.getLogger("ray.serve"), Collector()
+    before = (ours.level, ours.propagate, ours.handlers, serves.level, serves.handlers)
+    serves.handlers = [collector]
+    serves.setLevel(logging.WARNING)
+    yield collector
+    ours.level, ours.propagate, ours.handlers, serves.level, serves.handlers = before
+    for logger in (ours, serves):
+        logger.setLevel(logger.level)
+
+
+def log_at_every_level() -> None:
+    logger = logging.getLogger("pagoda.anything")
+    for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
+        logger.log(level, logging.getLevelName(level))
+
+
+@pytest.mark.parametrize("level", LOG_LEVELS)
+def test_records_of_the_level_and_above_go_through(serves: Collector, level: str) -> None:
+    log_through_serve(level)  # type: ignore[arg-type]
+    log_at_every_level()
+    assert serves.lines == ["DEBUG", "INFO", "WARNING", "ERROR"][LOG_LEVELS.index(level) :]  # type: ignore[arg-type]
+
+
+def test_once_is_enough(serves: Collector) -> None:
+    """Two parts in one process do not double the lines."""
+    log_through_serve("warning")
+    log_through_serve("warning")
+    log_at_every_level()
+    assert serves.lines == ["WARNING", "ERROR"]
+
+
+def test_handlers_that_serve_sets_later_get_them(serves: Collector) -> None:
+    log_through_serve("info")
+    later = Collector()
+    logging.getLogger("ray.serve").handlers = [later]
+    log_at_every_level()
+    assert (serves.lines, later.lines) == ([], ["INFO", "WARNING", "ERROR"])
+
+
+def test_quiet_is_the_default() -> None:
+    assert ClusterConfig(EngineConfig(None), "m").log_level == "warning"  # type: ignore[arg-type]
+
+
+def test_unknown_level_is_refused() -> None:
+    with pytest.raises(ConfigError, match="log_level must be one of debug, info, warning, error, got 'loud'"):
+        ClusterConfig(EngineConfig(None), "m", log_level="loud")  # type: ignore[arg-type]

@@ -7,6 +7,8 @@ from typing import Any
 from jinja2 import TemplateError
 
 from pagoda.worker.errors import InvalidRequestError, ModelError
+from pagoda.worker.text_encoder import text_encoder_for, tokens_around
+from pagoda.worker.token_cache import TokenCache
 
 ChatMessage = Mapping[str, Any]
 
@@ -23,6 +25,10 @@ class Tokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
+        encoder = text_encoder_for(self._tokenizer)
+        self._cache = TokenCache(encoder.encode, lookahead=encoder.lookahead) if encoder is not None else None
+        self._around = tokens_around(self._tokenizer)
+        self._backend = self._tokenizer.backend_tokenizer if encoder is not None else None
 
     @property
     def has_chat_template(self) -> bool:
@@ -30,8 +36,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens that the model puts around one."""
-        ids: list[int] = self._tokenizer.encode(text)
-        return ids
+        if self._cache is None or self._around is None:
+            ids: list[int] = self._tokenizer.encode(text)
+            return ids
+        before, behind = self._around
+        return [*before, *self._cache.encode(text), *behind]
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
@@ -46,12 +55,15 @@ class Tokenizer:
             )
         except TemplateError as error:
             raise InvalidRequestError("messages", f"the model's chat template refuses them: {error}") from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        if self._cache is None:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+            return ids
+        return self._cache.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens, special ones left out. Incomplete characters come out as U+FFFD."""
-        text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        if self._backend is not None:  # a fifth of the time that the wrapper takes
+            text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
+        else:
+            text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MODEL := smollm2-135m
 STAMP := $(VENV)/.installed
 
-.PHONY: setup lint type test serve proto bench bench-engine clean
+.PHONY: setup lint type test serve proto bench bench-engine bench-tokenize clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make setup         only set up, in $(VENV)"
 	@echo "make lint type     only these checks"
 	@echo "make proto         regenerate the modules of proto/*.proto"
+	@echo "make bench-tokenize  measure what the token cache saves; writes build/bench/tokenize.json"
 	@echo "make bench-engine  measure the engine's own overheads; writes build/bench/engine.json"
 
 setup: $(STAMP)
@@ -46,10 +47,13 @@ proto: $(STAMP)
 		$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src --grpc_python_out=src src/pagoda/proto/*.proto; \
 	else echo "proto/ holds no .proto file yet"; fi
 
-bench: bench-engine
+bench: bench-engine bench-tokenize
 
 bench-engine: $(STAMP)
 	$(BIN)/python tests/bench/bench_engine.py
+
+bench-tokenize: $(STAMP)
+	$(BIN)/python tests/bench/bench_tokenize.py
 
 clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

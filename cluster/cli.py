@@ -7,6 +7,8 @@ from typing import Any
 import click
 
 from pagoda import __version__
+from pagoda.cluster.commands.chat import chat
+from pagoda.cluster.commands.doctor import doctor
 from pagoda.cluster.commands.generate import generate
 from pagoda.cluster.commands.model import model
 from pagoda.cluster.commands.serve import serve
@@ -36,5 +38,7 @@ def main(verbose: bool) -> None:
 
 
 main.add_command(serve)
+main.add_command(chat)
+main.add_command(doctor)
 main.add_command(generate)
 main.add_command(model)

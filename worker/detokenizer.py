@@ -7,6 +7,9 @@ of a stop string. So what was given out never has to be taken back.
 from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "\ufffd"
+_MAX_WAITING = 16
+"""Tokens that may wait for the rest of a character. One has at most four bytes, so most of these make none."""
+_MAX_TOKENS_OF_CHARACTER = 4
 
 
 class Detokenizer:
@@ -75,10 +78,25 @@ class Detokenizer:
         if len(now) > len(before) and (flush or not now.endswith(_INCOMPLETE)):
             self._text += now[len(before) :]
             self._context, self._read = self._read, len(self._token_ids)
+        elif len(self._token_ids) - self._read > _MAX_WAITING:
+            self._give_up_waiting(before, now)
         if len(self._token_ids) <= self._min_tokens:
             self._search_from = len(self._text)
         else:
             self._find_stop()
+
+    def _give_up_waiting(self, before: str, now: str) -> None:
+        """Take over all but the last tokens, which may yet become a character.
+
+        Else a sequence of bytes that make no sense would be decoded whole for each of its tokens.
+        """
+        end = len(self._token_ids) - _MAX_TOKENS_OF_CHARACTER
+        for cut in range(end, end - _MAX_TOKENS_OF_CHARACTER, -1):  # not within a character that is whole
+            settled = self._decode(self._token_ids[self._context : cut])
+            if len(settled) >= len(before) and settled + self._decode(self._token_ids[cut:]) == now:
+                self._text += settled[len(before) :]
+                self._context = self._read = cut
+                return
 
     def _find_stop(self) -> None:
         longest = max(map(len, self._stop), default=0)

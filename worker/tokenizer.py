@@ -8,6 +8,8 @@ from jinja2 import TemplateError
 
 from pagoda.worker.chat_options import ChatOptions
 from pagoda.worker.errors import InvalidRequestError, ModelError
+from pagoda.worker.text_encoder import text_encoder_for, tokens_around
+from pagoda.worker.token_cache import TokenCache
 from pagoda.worker.vocabulary import Vocabulary
 
 ChatMessage = Mapping[str, Any]
@@ -29,6 +31,10 @@ class Tokenizer:
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
         self.vocabulary = Vocabulary(self._tokenizer)
+        encoder = text_encoder_for(self._tokenizer)
+        self._cache = TokenCache(encoder.encode, lookahead=encoder.lookahead) if encoder is not None else None
+        self._around = tokens_around(self._tokenizer)
+        self._backend = self._tokenizer.backend_tokenizer if encoder is not None else None
 
     @property
     def has_chat_template(self) -> bool:
@@ -36,8 +42,11 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain prompt, by default with the special tokens that the model puts around one."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return ids
+        if self._cache is None or self._around is None:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return ids
+        before, behind = self._around if add_special_tokens else ((), ())
+        return [*before, *self._cache.encode(text), *behind]
 
     def encode_chat(self, messages: Sequence[ChatMessage], options: ChatOptions | None = None) -> list[int]:
         """Token ids of a conversation, by default up to where the assistant's answer begins.
@@ -61,7 +70,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the tokens, by default without special ones. Incomplete characters come out as U+FFFD."""
-        text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        if self._backend is not None:  # a fifth of the time that the wrapper takes
+            text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
         return text

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from pagoda.cluster.commands.config_file import config_options, dump_config
 from pagoda.cluster.commands.options import engine_config, engine_options
 from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.logs import LOG_LEVELS, LogLevel
@@ -23,6 +24,7 @@ _START_CHECK_PERIOD_S = 0.1
 
 
 @click.command()
+@config_options
 @engine_options
 @click.option("--served-model-name", help="What clients put into `model`.  [default: the model's name]")
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all.")
@@ -45,9 +47,13 @@ def serve(
     drain_s: float,
     log_level: LogLevel | None,
     ray_address: str | None,
+    print_config: bool,
     **options: Any,
 ) -> None:
     """Serve a model through the OpenAI API until interrupted."""
+    if print_config:
+        click.echo(dump_config(click.get_current_context()), nl=False)
+        return
     begin = time.monotonic()
     is_verbose = click.get_current_context().find_root().params.get("verbose", False)
     name = served_model_name or options["model"].rstrip("/").rsplit("/", 1)[-1]

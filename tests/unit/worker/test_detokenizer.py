@@ -61,6 +61,31 @@ def test_character_that_is_never_completed() -> None:
     assert run([b"\xe6", "a", b"\xe6"]) == (["", "\ufffda", "\ufffd"], None)
 
 
+def test_endless_bytes_that_make_no_character() -> None:
+    """A client can force this with a logit bias. It must not cost more for each token than for the one before, and what
+    comes after is as whole as ever."""
+    num_decoded = 0
+    vocabulary = [b"\xa5", "日".encode()[:1], "日".encode()[1:2], "日".encode()[2:]]
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
+        return byte_decode(vocabulary)(token_ids)
+
+    detokenizer = Detokenizer(decode)
+    text = "".join(detokenizer.push([token]) for token in [0] * 5000 + [1, 2, 3])
+    assert num_decoded < 5003 * 60
+    assert text == "\ufffd" * 5000 + "日"
+
+
+@pytest.mark.parametrize("num_stray", range(30))
+def test_character_after_stray_bytes(num_stray: int) -> None:
+    """Wherever the waiting ends, it is not within a character."""
+    tokens = [b"\xa5"] * num_stray + [b"\xf0", b"\x9f", b"\x99", b"\x82"] * 2 + [b"\xa5"] * 20 + [b"a"]
+    pieces, _ = run(tokens)
+    assert "".join(pieces) == b"".join(tokens).decode(errors="replace")
+
+
 def test_tokens_without_text() -> None:
     """Special tokens decode to nothing and delay nothing."""
     assert run(["a", b"", "b", b""]) == (["a", "", "b", ""], None)

@@ -1,0 +1,164 @@
+"""A client of an OpenAI chat API, as small as a terminal chat needs it: streaming, one answer at a time."""
+
+import json
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from pagoda.worker.errors import PagodaError
+
+Message = dict[str, str]
+_CONNECT_TIMEOUT_S = 10.0
+_READ_TIMEOUT_S = 600.0
+"""Between two pieces of an answer; a long prompt on a busy CPU takes minutes."""
+
+
+class ChatError(PagodaError):
+    """The server cannot be reached, or refuses, or breaks off."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer as it grows, and what it took."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    """None as long as it is not complete."""
+    ttft_s: float | None = None
+    """From sending the request to the first text."""
+    decode_s: float = 0.0
+    """From the first text to the end."""
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    num_output_tokens: int | None = None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Speed behind the first token."""
+        if self.num_output_tokens is None or self.num_output_tokens < 2 or self.decode_s <= 0:
+            return None
+        return (self.num_output_tokens - 1) / self.decode_s
+
+
+class ChatClient:
+    """Talks to one server. Not for several threads."""
+
+    def __init__(
+        self, url: str, *, api_key: str | None = None, clock: Callable[[], float] = time.monotonic, **options: Any
+    ) -> None:
+        """`url` is the server's, with or without `/v1`; `options` are httpx's. Raises `ChatError`."""
+        root = url.rstrip("/").removesuffix("/v1")
+        self._url = root if "://" in root else f"http://{root}"
+        self._clock = clock
+        with self._errors():
+            self._http = httpx.Client(
+                base_url=f"{self._url}/v1",
+                headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+                timeout=httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
+                **options,
+            )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def models(self) -> list[str]:
+        """Names of the models that are served. Raises `ChatError`."""
+        with self._errors():
+            response = self._http.get("/models")
+            _check(response)
+            try:
+                return [str(model["id"]) for model in response.json()["data"]]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ChatError(f"{self._url} does not answer as an OpenAI API does") from error
+
+    def ask(
+        self, model: str, messages: Sequence[Message], sampling: dict[str, Any], answer: Answer
+    ) -> Generator[str, None, None]:
+        """Stream an answer: yields pieces of text and fills `answer`. Raises `ChatError`.
+
+        Closing the iterator closes the connection, by which the server knows to stop.
+        """
+        body = {
+            "model": model,
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **sampling,
+        }
+        begin = self._clock()
+        first = None
+        with self._errors(), self._http.stream("POST", "/chat/completions", json=body) as response:
+            if response.is_error:
+                response.read()
+            _check(response)
+            for event in _events(response):
+                piece = _take(event, answer)
+                if piece:
+                    now = self._clock()
+                    first = now if first is None else first
+                    answer.ttft_s = first - begin
+                    answer.decode_s = now - first
+                    answer.text += piece
+                    yield piece
+        if answer.finish_reason is None:
+            raise ChatError("the server broke off before the answer was complete")
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise ChatError(f"no server answers at {self._url}; `pagoda serve` starts one") from error
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise ChatError(f"{self._url} is not a URL: {error}") from error
+        except httpx.TimeoutException as error:
+            raise ChatError("the server took too long to answer") from error
+        except httpx.HTTPError as error:
+            raise ChatError(f"the connection broke: {error or type(error).__name__}") from error
+
+
+def _check(response: httpx.Response) -> None:
+    """Raise `ChatError` with the server's own words."""
+    if response.is_success:
+        return
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text.strip()[:200] or response.reason_phrase
+    raise ChatError(f"the server answers {response.status_code}: {message}")
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The JSON of every server-sent event up to `[DONE]`."""
+    for line in response.iter_lines():
+        if not line.startswith("data:"):
+            continue  # comments, event names, the blank line between two events
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        try:
+            event = json.loads(data)
+        except ValueError as error:
+            raise ChatError(f"the server sends what is not JSON: {data[:80]}") from error
+        if not isinstance(event, dict):
+            raise ChatError(f"the server sends what is not an event: {data[:80]}")
+        yield event
+
+
+def _take(event: dict[str, Any], answer: Answer) -> str:
+    """Note what an event says about the answer. Returns its text."""
+    if (error := event.get("error")) is not None:
+        raise ChatError(str(error.get("message", error) if isinstance(error, dict) else error))
+    if (usage := event.get("usage")) is not None:
+        answer.num_prompt_tokens = usage.get("prompt_tokens")
+        answer.num_output_tokens = usage.get("completion_tokens")
+        answer.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    text = ""
+    for choice in event.get("choices") or ():
+        text += choice.get("delta", {}).get("content") or ""
+        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+    return text

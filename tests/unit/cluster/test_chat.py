@@ -1,0 +1,173 @@
+"""`pagoda chat` with input from a pipe, against a server that says what the test tells it to."""
+
+from collections.abc import Iterator
+
+import pytest
+from click.testing import CliRunner, Result
+from fake_openai import FakeOpenAI, fake_openai, piece, usage
+
+from pagoda.cluster.chat_client import Answer, ChatClient, ChatError
+from pagoda.cluster.cli import main
+
+DONE = "data: [DONE]\n\n"
+
+
+@pytest.fixture
+def server() -> Iterator[FakeOpenAI]:
+    with fake_openai("tiny", "other") as server:
+        yield server
+
+
+def answer(text: str, reason: str = "stop") -> list[dict[str, object] | str]:
+    """A stream of the words of a text."""
+    words = [piece(word) for word in text.split(" ")]
+    return [*words, piece("", reason), usage(prompt=20, output=len(words), cached=16), DONE]
+
+
+def chat(server: FakeOpenAI, stdin: str, *options: str) -> Result:
+    return CliRunner().invoke(main, ["chat", "--url", server.url, *options], input=stdin)
+
+
+def test_answers_on_standard_output_all_else_on_standard_error(server: FakeOpenAI) -> None:
+    server.answers = [
+        [piece("Hello"), piece(", 日本!"), piece("", "stop"), usage(prompt=20, output=5, cached=16), DONE]
+    ]
+    result = chat(server, "Hi\n")
+    assert (result.exit_code, result.stdout) == (0, "Hello, 日本!\n")
+    assert f"tiny at {server.url}" in result.stderr
+    statistics = result.stderr.splitlines()[-1]
+    assert statistics.startswith("[TTFT ")
+    assert statistics.endswith(" tokens/s · 5 tokens · 16 of 20 prompt tokens cached]")
+
+
+def test_turns_and_a_new_conversation(server: FakeOpenAI) -> None:
+    """Each turn sends all before it; /clear forgets them, but not the system prompt; blank lines say nothing."""
+    server.answers = [answer(text) for text in ("one", "two", "three")]
+    result = chat(server, "a\n\n  b  \n/clear\nc\n/exit\nd\n", "--system", "Be brief.")
+    assert (result.exit_code, result.stdout) == (0, "one\ntwo\nthree\n")
+    system = {"role": "system", "content": "Be brief."}
+    first = [system, {"role": "user", "content": "a"}]
+    assert [request["messages"] for request in server.requests] == [
+        first,
+        [*first, {"role": "assistant", "content": "one"}, {"role": "user", "content": "  b  "}],
+        [system, {"role": "user", "content": "c"}],
+    ]
+
+
+def test_sampling_options(server: FakeOpenAI) -> None:
+    """What is given is sent, what is not is the server's to choose."""
+    server.answers = [answer("a"), answer("b")]
+    chat(server, "a\n")
+    assert set(server.requests[0]) == {"model", "messages", "stream", "stream_options"}
+    options = "--temperature 0 --top-p 0.5 --top-k 3 --min-p 0.1 --max-tokens 7 --seed 1 --stop x --stop y"
+    chat(server, "a\n", *options.split(), "--model", "other", "--api-key", "secret")
+    sent = {name: server.requests[1][name] for name in server.requests[1].keys() - server.requests[0].keys()}
+    assert sent == {
+        "temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "max_tokens": 7, "seed": 1, "stop": ["x", "y"]
+    }  # fmt: skip
+    assert server.requests[1]["model"] == "other"
+    assert server.headers[1]["Authorization"] == "Bearer secret"
+
+
+def test_cut_answer_says_so(server: FakeOpenAI) -> None:
+    server.answers = [answer("a b", "length")]
+    assert "cut: out of tokens" in chat(server, "a\n").stderr
+
+
+def test_message_that_looks_like_a_command(server: FakeOpenAI) -> None:
+    server.answers = [answer("a")]
+    chat(server, "/etc/passwd is what?\n/help\n")
+    assert server.requests[0]["messages"][0]["content"] == "/etc/passwd is what?"
+    assert len(server.requests) == 1
+
+
+def test_ctrl_c_stops_an_answer(server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has come stays, in the conversation too; one without text is as if it had not been asked."""
+    asked = []
+
+    def ask(_self: ChatClient, _model: str, messages: list[object], _: object, answer: Answer) -> Iterator[str]:
+        asked.append(list(messages))
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        answer.text = "half"
+        yield "half"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ChatClient, "ask", ask)
+    result = chat(server, "a\nb\nc\n")
+    assert (result.exit_code, result.stdout) == (0, "half\nhalf\n")
+    assert result.stderr.count("stopped]") == 3
+    b = {"role": "user", "content": "b"}
+    assert asked[1:] == [[b], [b, {"role": "assistant", "content": "half"}, {"role": "user", "content": "c"}]]
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (
+            (400, '{"error": {"message": "temperature: must be positive"}}'),
+            "answers 400: temperature: must be positive",
+        ),
+        ((429, '{"error": {"message": "full"}}'), "answers 429: full"),
+        ((502, "<html>bad gateway"), "answers 502: <html>bad gateway"),
+        ((500, ""), "answers 500: Internal Server Error"),
+        ([piece("a"), {"error": {"message": "the worker died"}}], "the worker died"),
+        ([piece("a")], "broke off before the answer was complete"),
+        ([piece("a"), "data: {]\n\n"], "not JSON"),
+        ([piece("a"), "data: 7\n\n"], "not an event"),
+    ],
+)
+def test_error_in_a_pipe_ends_with_one_line(server: FakeOpenAI, reply: object, said: str) -> None:
+    """Nobody is there to ask again, so the next line is not sent."""
+    server.answers = [reply]  # type: ignore[list-item]
+    result = chat(server, "a\nb\n")
+    assert result.exit_code == 1
+    assert said in result.stderr.splitlines()[-1]
+    assert len(server.requests) == 1
+
+
+def test_no_server() -> None:
+    result = CliRunner().invoke(main, ["chat", "--url", "127.0.0.1:1"], input="a\n")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: no server answers at http://127.0.0.1:1; `pagoda serve` starts one\n"
+
+
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1", "http://127.0.0.1:x", "http://"])
+def test_bad_url(url: str) -> None:
+    result = CliRunner().invoke(main, ["chat", "--url", url], input="a\n")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: ")
+
+
+def test_model_that_is_not_served(server: FakeOpenAI) -> None:
+    assert "huge is not served" in chat(server, "a\n", "--model", "huge").stderr
+    server.models = []
+    assert "serves no model" in chat(server, "a\n").stderr
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_url_with_and_without_version(server: FakeOpenAI, suffix: str) -> None:
+    client = ChatClient(server.url + suffix)
+    assert client.models() == ["tiny", "other"]
+    client.close()
+
+
+def test_times_of_an_answer(server: FakeOpenAI) -> None:
+    """By a clock that the test holds: 2 s to the first text, then 4 tokens in 8 s."""
+    clock = iter([0.0, 2.0, 6.0, 10.0])
+    server.answers = [
+        [piece(""), piece("a"), piece("b"), piece("c", "stop"), usage(prompt=9, output=5, cached=0), DONE]
+    ]
+    client, answer = ChatClient(server.url, clock=lambda: next(clock)), Answer()
+    assert list(client.ask("tiny", [], {}, answer)) == ["a", "b", "c"]
+    client.close()
+    assert (answer.ttft_s, answer.decode_s, answer.tokens_per_s) == (2.0, 8.0, 0.5)
+    assert (answer.text, answer.finish_reason, answer.num_cached_tokens) == ("abc", "stop", 0)
+
+
+def test_server_that_is_something_else(server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("json.dumps", lambda _: "[]")
+    client = ChatClient(server.url)
+    with pytest.raises(ChatError, match="does not answer as an OpenAI API"):
+        client.models()
+    client.close()

@@ -4,7 +4,6 @@ Two applications: *workers* (the engines) and *front* (the HTTP ingress, which f
 either can be updated without redeploying the other.
 """
 
-import asyncio
 import logging
 import math
 import os
@@ -12,38 +11,28 @@ import secrets
 import socket
 import tempfile
 import time
-import uuid
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
-from fastapi import FastAPI
 from ray import serve
 from ray.serve import RunTarget
-from ray.serve.config import HTTPOptions, RequestRouterConfig
+from ray.serve.config import HTTPOptions, RequestRouterConfig, gRPCOptions
 from ray.serve.schema import LoggingConfig
 
-from pagoda.cluster import known_workers
 from pagoda.cluster.config import ClusterConfig
-from pagoda.cluster.ingress.http import build_http_app
-from pagoda.cluster.ingress.metrics import IngressMetrics
-from pagoda.cluster.ingress.service import InferenceService
-from pagoda.cluster.ingress.sessions import WorkerEndpoint, WorkerSessions
-from pagoda.cluster.logs import log_through_serve
+from pagoda.cluster.front import Front
 from pagoda.cluster.replica import Worker, WorkersRoot
 from pagoda.cluster.router import ROUTER_OPTIONS
-from pagoda.cluster.worker_client import ServeWorkerClient
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.errors import PagodaError
-from pagoda.worker.tokenizer import Tokenizer
 
 WORKERS_APP = "workers"
 FRONT_APP = "front"
 _ANSWER_DEADLINE_S = 10.0
 _HEALTH_PERIOD_S = 1.0
 _POLL_S = 0.1
+_ADD_INFERENCE = "pagoda.proto.inference_pb2_grpc.add_InferenceServicer_to_server"
 _LIVING = ("NOT_STARTED", "RUNNING", "DEPLOYING", "UNHEALTHY")
 
 # The ingress does nothing that blocks, so its loop may serve requests, routing and Serve's own calls alike.
@@ -109,6 +98,11 @@ def deploy(config: ClusterConfig, limits: EngineLimits) -> None:
     logging_config = LoggingConfig(log_level="WARNING", enable_access_log=False)
     serve.start(
         http_options=HTTPOptions(host=config.host, port=config.port, request_timeout_s=None),
+        grpc_options=gRPCOptions(
+            port=config.grpc_port,
+            grpc_servicer_functions=[_ADD_INFERENCE] if config.grpc_port else [],
+            enable_reflection=True,
+        ),
         logging_config=logging_config,
     )
     token = secrets.token_hex()
@@ -179,36 +173,6 @@ def _workers(config: ClusterConfig, token: str) -> Any:
 
 
 def _front(config: ClusterConfig, limits: EngineLimits, token: str) -> Any:
-    def build() -> FastAPI:
-        log_through_serve(config.log_level)
-        ingress_id = uuid.uuid4().hex
-        sessions = WorkerSessions(ingress_id, token=token)
-        handle = serve.get_deployment_handle("Worker", app_name=WORKERS_APP)
-        client = ServeWorkerClient(handle, sessions, ingress_id)
-        service = InferenceService(Tokenizer(config.engine.model_path), client, limits)
-
-        @asynccontextmanager
-        async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
-            loop = asyncio.get_running_loop()
-
-            def on_workers(workers: frozenset[WorkerEndpoint]) -> None:
-                loop.call_soon_threadsafe(sessions.set_routable, workers)
-
-            known_workers.WORKERS.listen(on_workers)
-            first_contact = asyncio.create_task(service.is_healthy())  # makes the router, which hears of the workers
-            yield
-            first_contact.cancel()
-            await sessions.shutdown()
-            service.close()
-
-        return build_http_app(
-            service,
-            model_name=config.served_model_name,
-            lifespan=lifespan,
-            metrics=IngressMetrics(ingress=ingress_id),
-            server_sends_request_id=True,
-        )
-
     front = serve.deployment(
         name="Front",
         num_replicas=config.num_ingresses,
@@ -217,7 +181,7 @@ def _front(config: ClusterConfig, limits: EngineLimits, token: str) -> Any:
         max_queued_requests=-1,
         **_lifecycle(config),
     )
-    return front(serve.ingress(build)(type("Front", (), {}))).bind()
+    return front(serve.ingress()(Front)).bind(config, limits, token, WORKERS_APP)
 
 
 def _lifecycle(config: ClusterConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
 from pagoda.cluster.logs import LOG_LEVELS, LogLevel
 from pagoda.worker.config import EngineConfig, require_in_range
 from pagoda.worker.errors import ConfigError
@@ -17,6 +18,10 @@ class ClusterConfig:
     """What clients put into `model`."""
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int = 0
+    """0 leaves gRPC out."""
+    max_body_bytes: int = MAX_BODY_BYTES
+    """Largest HTTP request body."""
     num_workers: int = 1
     num_ingresses: int = 1
     """HTTP processes."""
@@ -29,6 +34,8 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         require_in_range("port", self.port, 1, 65535)
+        require_in_range("grpc_port", self.grpc_port, 0, 65535)
+        require_in_range("max_body_bytes", self.max_body_bytes, 1, 2**40)
         require_in_range("num_workers", self.num_workers, 1, 1024)
         require_in_range("num_ingresses", self.num_ingresses, 1, 1024)
         require_in_range("drain_s", self.drain_s, 0, 3600)

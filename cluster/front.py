@@ -14,8 +14,10 @@ from pagoda.cluster import known_workers
 from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.ingress.grpc_api import GrpcApi, status_of
 from pagoda.cluster.ingress.http import build_http_app
+from pagoda.cluster.ingress.metrics import IngressMetrics
 from pagoda.cluster.ingress.service import InferenceService
 from pagoda.cluster.ingress.sessions import WorkerEndpoint, WorkerSessions
+from pagoda.cluster.logs import log_through_serve
 from pagoda.cluster.worker_client import ServeWorkerClient
 from pagoda.proto import inference_pb2 as pb
 from pagoda.worker.config import EngineLimits
@@ -30,7 +32,9 @@ class Front:
 
     def __init__(self, config: ClusterConfig, limits: EngineLimits, token: str, workers_app: str) -> None:
         """`token` opens the workers' sessions; `workers_app` is the application that the workers belong to."""
+        log_through_serve(config.log_level)
         ingress_id = uuid.uuid4().hex
+        self._metrics = IngressMetrics(ingress=ingress_id)
         self._config = config
         self._sessions = WorkerSessions(ingress_id, token=token)
         handle = serve.get_deployment_handle("Worker", app_name=workers_app)
@@ -39,7 +43,14 @@ class Front:
         self._grpc = GrpcApi(self._service, config.served_model_name)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_http_app(self._service, model_name=self._config.served_model_name, lifespan=self._lifespan)
+        return build_http_app(
+            self._service,
+            model_name=self._config.served_model_name,
+            lifespan=self._lifespan,
+            metrics=self._metrics,
+            server_sends_request_id=True,
+            max_body_bytes=self._config.max_body_bytes,
+        )
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncGenerator[None, None]:

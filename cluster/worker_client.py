@@ -47,6 +47,9 @@ class ServeWorkerClient:
                 if is_begun or not tries_left:
                     raise
 
+    def abort(self, request_id: RequestId) -> None:
+        self._sessions.abort_everywhere(request_id)
+
     def abort_sample(self, request_id: RequestId, index: int) -> None:
         self._sessions.abort_sample(request_id, index)
 

@@ -91,7 +91,8 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """End a running request by the id it was started with. Its stream ends with status CANCELLED.
+        """End a running request by the id in its responses, whichever process runs it; ids that are not running are
+        ignored. Its stream ends with status ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

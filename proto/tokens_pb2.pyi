@@ -25,8 +25,8 @@ class SessionCommand(_message.Message):
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
-    abort: AbortSample
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., abort: _Optional[_Union[AbortSample, _Mapping]] = ...) -> None: ...
+    abort: Abort
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
 
 class SessionHello(_message.Message):
     __slots__ = ("ingress_id",)
@@ -34,7 +34,7 @@ class SessionHello(_message.Message):
     ingress_id: str
     def __init__(self, ingress_id: _Optional[str] = ...) -> None: ...
 
-class AbortSample(_message.Message):
+class Abort(_message.Message):
     __slots__ = ("request_id", "index")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]

@@ -73,8 +73,8 @@ class AsyncEngine:
             if live.num_samples:
                 self._engine.abort(request.request_id)
 
-    def abort(self, request_id: RequestId, index: int) -> None:
-        """End one sample of a request, which gets a last output. Unknown and ended ones are ignored."""
+    def abort(self, request_id: RequestId, index: int | None = None) -> None:
+        """End a request, or one of its samples, with a last output. Unknown and ended ones are ignored."""
         self._engine.abort(request_id, index)
 
     async def drain(self, timeout_s: float) -> bool:

@@ -134,6 +134,8 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
         try:
             async for command in commands:
                 if command.HasField("abort"):
-                    self._engine.abort(RequestId(command.abort.request_id), command.abort.index)
+                    abort = command.abort
+                    index = abort.index if abort.HasField("index") else None
+                    self._engine.abort(RequestId(abort.request_id), index)
         finally:
             session.outputs.fail(SessionLostError("the ingress closed its session"))

@@ -14,6 +14,7 @@ import click
 from pagoda.cluster.commands.config_file import config_options, dump_config
 from pagoda.cluster.commands.options import engine_config, engine_options
 from pagoda.cluster.config import ClusterConfig
+from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
 from pagoda.cluster.logs import LOG_LEVELS, LogLevel
 from pagoda.worker.build import plan_engine
 from pagoda.worker.config import EngineConfig
@@ -29,6 +30,8 @@ _START_CHECK_PERIOD_S = 0.1
 @click.option("--served-model-name", help="What clients put into `model`.  [default: the model's name]")
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", type=int, default=8000, help="HTTP port.")
+@click.option("--grpc-port", type=int, default=9000, help="gRPC port; 0 serves no gRPC.")
+@click.option("--max-body-mib", type=float, default=MAX_BODY_BYTES / 2**20, help="Largest HTTP request body, MiB.")
 @click.option("--workers", "num_workers", type=int, default=1, help="Worker replicas.")
 @click.option("--ingresses", "num_ingresses", type=int, default=1, help="HTTP processes.")
 @click.option("--drain-s", type=float, default=10.0, help="Seconds that running requests get when the service stops.")
@@ -42,6 +45,8 @@ def serve(
     served_model_name: str | None,
     host: str,
     port: int,
+    grpc_port: int,
+    max_body_mib: float,
     num_workers: int,
     num_ingresses: int,
     drain_s: float,
@@ -64,6 +69,8 @@ def serve(
         served_model_name=name,
         host=host,
         port=port,
+        grpc_port=grpc_port,
+        max_body_bytes=int(max_body_mib * 2**20),
         num_workers=num_workers,
         num_ingresses=num_ingresses,
         drain_s=drain_s,
@@ -71,7 +78,9 @@ def serve(
     )
     config = replace(config, engine=engine_config(options))
     plan = plan_engine(config.engine)
-    _check_port_is_free(host, port)
+    _check_port_is_free("port", host, port)
+    if grpc_port:
+        _check_port_is_free("grpc_port", host, grpc_port)
 
     interrupted = threading.Event()
 
@@ -101,7 +110,8 @@ def serve(
         while not interrupted.is_set() and not is_up():
             interrupted.wait(_START_CHECK_PERIOD_S)
         if not interrupted.is_set():
-            say(f"{name} is served at http://{host}:{port}/v1 (Ctrl-C stops it)")
+            grpc = f" and by gRPC at {host}:{grpc_port}" if grpc_port else ""
+            say(f"{name} is served at http://{host}:{port}/v1{grpc} (Ctrl-C stops it)")
         while not interrupted.wait(_CHECK_PERIOD_S):
             is_up()
     finally:
@@ -109,11 +119,11 @@ def serve(
         shut_down(stop_ray=ray_address is None)
 
 
-def _check_port_is_free(host: str, port: int) -> None:
+def _check_port_is_free(name: str, host: str, port: int) -> None:
     """Serve would say so only after a minute."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"port: cannot listen on {host}:{port}: {error.strerror}") from error
+            raise ConfigError(f"{name}: cannot listen on {host}:{port}: {error.strerror}") from error

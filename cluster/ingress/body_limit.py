@@ -6,6 +6,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda.cluster.ingress.answers import error_body
 
+MAX_BODY_BYTES = 16 * 2**20
+"""The default: many times the longest prompt of today's models."""
+
 
 class BodyLimit:
     """ASGI middleware. Trusts `Content-Length` to refuse at once, and counts what really comes."""

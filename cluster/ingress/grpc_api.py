@@ -7,11 +7,13 @@ from typing import Any
 
 import grpc
 
-from pagoda.cluster.ingress.service import InferenceService, TextOutput
+from pagoda.cluster.ingress.service import InferenceService, RequestAbortedError, TextOutput
 from pagoda.proto import inference_pb2
 from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
-from pagoda.worker.types import SamplingParams
+from pagoda.worker.types import SamplingParams, TokenLogprobs
+from pagoda.worker.vocabulary import Vocabulary
 
+MAX_REQUEST_ID = 128
 _ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -32,6 +34,8 @@ def status_of(error: PagodaError) -> GrpcStatus:
             code = grpc.StatusCode.INVALID_ARGUMENT
         case OverloadedError():
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        case RequestAbortedError():
+            code = grpc.StatusCode.ABORTED
         case EngineStoppedError():
             code = grpc.StatusCode.UNAVAILABLE
         case _:
@@ -97,6 +101,8 @@ class GrpcApi:
         sampling: SamplingParams,
         request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        if len(request.request_id) > MAX_REQUEST_ID or not request.request_id.isprintable():
+            raise InvalidRequestError("request_id", f"must be printable and at most {MAX_REQUEST_ID} characters")
         self._service.check(prompt, sampling)
         generation = self._service.generate(
             prompt, sampling, priority=request.priority, request_id=request.request_id or None
@@ -106,7 +112,13 @@ class GrpcApi:
             async for batch in batches:
                 for output in batch:
                     num_output_tokens[output.index] += output.num_new_tokens
-                    yield _response(generation.request.request_id, output, len(prompt), num_output_tokens[output.index])
+                    yield _response(
+                        generation.request.request_id,
+                        output,
+                        len(prompt),
+                        num_output_tokens[output.index],
+                        self._service.vocabulary,
+                    )
 
     async def _encode_chat(self, messages: Sequence[inference_pb2.Message]) -> list[int]:
         if not messages:
@@ -138,7 +150,7 @@ def sampling_params(message: inference_pb2.Sampling) -> SamplingParams:
 
 
 def _response(
-    request_id: str, output: TextOutput, num_prompt_tokens: int, num_output_tokens: int
+    request_id: str, output: TextOutput, num_prompt_tokens: int, num_output_tokens: int, vocabulary: Vocabulary
 ) -> inference_pb2.GenerateResponse:
     usage = None
     if output.finish_reason is not None:
@@ -151,6 +163,17 @@ def _response(
         request_id=request_id,
         index=output.index,
         text=output.text,
+        token_ids=output.token_ids,
         finish_reason=output.finish_reason or "",
+        logprobs=[_logprobs(entry, vocabulary) for entry in output.logprobs],
         usage=usage,
+    )
+
+
+def _logprobs(entry: TokenLogprobs, vocabulary: Vocabulary) -> inference_pb2.TokenLogprobs:
+    def message(token_id: int, logprob: float) -> inference_pb2.Logprob:
+        return inference_pb2.Logprob(token_id=token_id, token=vocabulary.text_of(token_id), logprob=logprob)
+
+    return inference_pb2.TokenLogprobs(
+        sampled=message(entry.token_id, entry.logprob), top=[message(token_id, value) for token_id, value in entry.top]
     )

@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from pagoda import __version__
 from pagoda.cluster.ingress.answers import AnswerBuilder, AnswerOptions, Endpoint, Prompt, error_body
+from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES, BodyLimit
 from pagoda.cluster.ingress.fields import GenerationFields
 from pagoda.cluster.ingress.metrics import IngressMetrics
 from pagoda.cluster.ingress.problems import first_problem
@@ -59,6 +60,7 @@ def build_http_app(
     lifespan: Lifespan | None = None,
     metrics: IngressMetrics | None = None,
     server_sends_request_id: bool = False,
+    max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
     """The application.
 
@@ -67,6 +69,7 @@ def build_http_app(
     """
     app = FastAPI(title="Pagoda", version=__version__, lifespan=lifespan)
     metrics = metrics or IngressMetrics(ingress="local")
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     app.add_middleware(RequestLog, metrics=metrics)
     app.add_middleware(RequestIds, adds_header=not server_sends_request_id)
     api = _Api(service, model_name, metrics)

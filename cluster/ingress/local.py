@@ -32,6 +32,9 @@ class LocalWorkerClient:
         finally:
             running.cancel()
 
+    def abort(self, request_id: RequestId) -> None:
+        self._engine.abort(request_id)
+
     def abort_sample(self, request_id: RequestId, index: int) -> None:
         self._engine.abort(request_id, index)
 

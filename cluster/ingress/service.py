@@ -36,6 +36,10 @@ class WorkerClient(Protocol):
         """Run a request on some worker. Closing the generator aborts it. Raises as `Engine.add` does."""
         ...
 
+    def abort(self, request_id: RequestId) -> None:
+        """End a request by its id, whichever ingress it came through. Unknown and ended ones are ignored."""
+        ...
+
     def abort_sample(self, request_id: RequestId, index: int) -> None:
         """End one sample of a running request; what still comes for it may be ignored."""
         ...
@@ -43,6 +47,10 @@ class WorkerClient(Protocol):
     async def scrape(self) -> list[str | None]:
         """What each worker has measured, as Prometheus text; None of those that do not answer in time."""
         ...
+
+
+class RequestAbortedError(EngineStoppedError):
+    """A running request was ended from outside."""
 
 
 class GenerationFailedError(PagodaError):
@@ -146,6 +154,10 @@ class InferenceService:
         )
         return Generation(request, self._text_outputs(request))
 
+    def abort(self, request_id: str) -> None:
+        """End a running request by its id. Unknown and ended ones are ignored."""
+        self._client.abort(RequestId(request_id))
+
     def close(self) -> None:
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
@@ -212,7 +224,7 @@ def _to_text(output: SequenceOutput, detokenizer: Detokenizer, *, shows_end: boo
     if reason is FinishReason.ERROR:
         raise GenerationFailedError(output.error or "the worker could not finish the request")
     if reason is FinishReason.ABORT:
-        raise EngineStoppedError("the worker stopped before the request was finished")
+        raise RequestAbortedError("the request was aborted: its worker stopped, or somebody ended it")
     visible = output.token_ids[:-1] if reason is FinishReason.STOP and not shows_end else output.token_ids
     num_tokens_before = detokenizer.num_tokens
     text = detokenizer.push(visible, is_last=reason is not None)

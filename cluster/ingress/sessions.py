@@ -55,6 +55,11 @@ class _Session:
         self.commands: asyncio.Queue[tokens_pb2.SessionCommand] = asyncio.Queue(_MAX_COMMANDS)
         self.requests: set[RequestId] = set()
 
+    def send(self, command: tokens_pb2.SessionCommand) -> None:
+        """Queue a command; one for a worker that does not read them is lost, and its session will end."""
+        if not self.commands.full():
+            self.commands.put_nowait(command)
+
 
 class WorkerSessions:
     """Keeps one session with every worker it has heard of, until that worker is gone. One event loop."""
@@ -68,6 +73,7 @@ class WorkerSessions:
         self._routable: set[WorkerEndpoint] = set()
         self._outputs: dict[RequestId, PendingOutputs] = {}
         self._session_of: dict[RequestId, _Session] = {}
+        self._live_sessions: set[_Session] = set()
 
     def set_routable(self, endpoints: Collection[WorkerEndpoint]) -> None:
         """Dial workers that are new. Sessions with those that left stay: what runs there is still draining."""
@@ -88,9 +94,13 @@ class WorkerSessions:
 
     def abort_sample(self, request_id: RequestId, index: int) -> None:
         """Tell the worker that one sample needs no more tokens."""
-        if (session := self._session_of.get(request_id)) is not None and not session.commands.full():
-            abort = tokens_pb2.AbortSample(request_id=request_id, index=index)
-            session.commands.put_nowait(tokens_pb2.SessionCommand(abort=abort))
+        if (session := self._session_of.get(request_id)) is not None:
+            session.send(tokens_pb2.SessionCommand(abort=tokens_pb2.Abort(request_id=request_id, index=index)))
+
+    def abort_everywhere(self, request_id: RequestId) -> None:
+        """Tell every worker to end a request, whichever ingress it came through."""
+        for session in self._live_sessions:
+            session.send(tokens_pb2.SessionCommand(abort=tokens_pb2.Abort(request_id=request_id)))
 
     async def scrape(self) -> list[str | None]:
         """What each worker has measured; None of those that do not answer in time."""
@@ -137,10 +147,12 @@ class WorkerSessions:
             self._channels[endpoint] = channel
             stub = tokens_pb2_grpc.TokenStreamStub(channel)
             call = stub.Session(_drain(session.commands), metadata=self._metadata)
+            self._live_sessions.add(session)
             try:
                 async for batch in call:
                     self._deliver(batch, session)
             finally:
+                self._live_sessions.remove(session)
                 del self._channels[endpoint]
                 for request_id in list(session.requests):
                     if (outputs := self._outputs.get(request_id)) is not None:

@@ -82,7 +82,7 @@ def serve(model: str, *options: str) -> Iterator[Service]:
         port = probe.getsockname()[1]
     mark = uuid.uuid4().hex
     pagoda = Path(sys.executable).with_name("pagoda")
-    command = [str(pagoda), "serve", "--model", model, "--port", str(port), *options]
+    command = [str(pagoda), "serve", "--model", model, "--port", str(port), "--grpc-port", "0", *options]
     process = subprocess.Popen(command, env={**os.environ, "PAGODA_BENCH": mark})
     service = Service(process, port, model, mark)
     try:

@@ -18,7 +18,15 @@ from pagoda.worker.config import EngineLimits
 from pagoda.worker.errors import EngineStoppedError, IntegrityError, InvalidRequestError, OverloadedError
 from pagoda.worker.executor import Executor
 from pagoda.worker.scheduler import Scheduler, SchedulerStats
-from pagoda.worker.types import MAX_SEED, FinishReason, Request, RequestId, SamplingParams, SequenceOutput
+from pagoda.worker.types import (
+    MAX_PROMPT_LOGPROBS,
+    MAX_SEED,
+    FinishReason,
+    Request,
+    RequestId,
+    SamplingParams,
+    SequenceOutput,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +66,12 @@ def check_request(prompt_token_ids: Iterable[int], sampling: SamplingParams, lim
                 f"{value} is too much: the prompt has {len(prompt)} of the {limits.max_model_len} tokens "
                 f"that prompt and output together may have",
             )
+    num_prompt_logprobs = 0 if sampling.prompt_logprobs is None else len(prompt) * (1 + sampling.prompt_logprobs)
+    if num_prompt_logprobs > MAX_PROMPT_LOGPROBS:
+        most = max(0, MAX_PROMPT_LOGPROBS // len(prompt) - 1)
+        raise InvalidRequestError(
+            "prompt_logprobs", f"of {len(prompt)} tokens, at most {most} alternatives are reported"
+        )
     if sampling.n > limits.max_num_waiting:
         raise InvalidRequestError("n", f"at most {limits.max_num_waiting} samples can ever wait here")
 

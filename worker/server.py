@@ -24,7 +24,7 @@ from pagoda.proto import metrics_pb2, metrics_pb2_grpc, tokens_pb2, tokens_pb2_g
 from pagoda.worker.async_engine import AsyncEngine
 from pagoda.worker.errors import EngineStoppedError
 from pagoda.worker.pending_outputs import PendingOutputs
-from pagoda.worker.token_stream import encode
+from pagoda.worker.token_stream import encode_in_batches
 from pagoda.worker.types import Request, RequestId
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,8 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
         reading = asyncio.create_task(self._read_commands(request_iterator, session))
         try:
             while True:
-                yield encode(await session.outputs.take())
+                for batch in encode_in_batches(await session.outputs.take()):
+                    yield batch
         except SessionLostError:
             return
         finally:

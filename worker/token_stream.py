@@ -1,6 +1,6 @@
 """Outputs as `TokenBatch` messages, in both directions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pagoda.proto import tokens_pb2
 from pagoda.worker.types import FinishReason, RequestId, SequenceOutput, TokenLogprobs
@@ -13,6 +13,29 @@ _TO_WIRE = {
     FinishReason.ERROR: tokens_pb2.FINISH_REASON_ERROR,
 }
 _FROM_WIRE = {wire: reason for reason, wire in _TO_WIRE.items()}
+
+
+MAX_NUMBERS = 2**20
+"""Tokens and log probabilities in one message, about 8 MiB; a single output may have more."""
+
+
+def encode_in_batches(outputs: Iterable[SequenceOutput]) -> Iterator[tokens_pb2.TokenBatch]:
+    """As few messages as the bound on their size allows: log probabilities that wait for a slow reader add up."""
+    batch: list[SequenceOutput] = []
+    num_numbers = 0
+    for output in outputs:
+        added = _num_numbers(output)
+        if batch and num_numbers + added > MAX_NUMBERS:
+            yield encode(batch)
+            batch, num_numbers = [], 0
+        batch.append(output)
+        num_numbers += added
+    yield encode(batch)
+
+
+def _num_numbers(output: SequenceOutput) -> int:
+    entries = output.logprobs + output.prompt_logprobs
+    return len(output.token_ids) + (len(entries) + 2 * sum(len(entry.top) for entry in entries) if entries else 0)
 
 
 def encode(outputs: Iterable[SequenceOutput]) -> tokens_pb2.TokenBatch:

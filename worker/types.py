@@ -17,6 +17,8 @@ MAX_STOP_STRINGS = 16
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
 """Alternatives that are reported for each token."""
+MAX_PROMPT_LOGPROBS = 2**20
+"""Log probabilities that are reported of one prompt: its tokens times one more than the alternatives of each."""
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0

@@ -183,3 +183,23 @@ def test_request_that_can_never_be_served(prompt: tuple[int, ...], sampling: dic
 def test_request_at_the_limits_is_accepted(prompt: tuple[int, ...], sampling: dict[str, object]) -> None:
     check_request(prompt, SamplingParams(**sampling), LIMITS)
     check_request(iter(prompt), replace(SamplingParams(**sampling), seed=1), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "prompt_logprobs", "is_allowed"),
+    [
+        (2**20, 0, True),
+        (2**20, 1, False),
+        (2**20 // 21, 20, True),
+        (2**20 // 21 + 1, 20, False),
+    ],
+)
+def test_prompt_logprobs_of_a_long_prompt(num_tokens: int, prompt_logprobs: int, is_allowed: bool) -> None:
+    """Together they are bounded, so that one request cannot fill the memory of an ingress."""
+    limits = replace(LIMITS, max_model_len=2**21)
+    sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
+    if is_allowed:
+        check_request((1,) * num_tokens, sampling, limits)
+    else:
+        with pytest.raises(InvalidRequestError, match=r"^prompt_logprobs: of"):
+            check_request((1,) * num_tokens, sampling, limits)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pagoda.worker.token_stream import decode, encode
+from pagoda.worker import token_stream
+from pagoda.worker.token_stream import decode, encode, encode_in_batches
 from pagoda.worker.types import FinishReason, RequestId, SequenceOutput, TokenLogprobs
 
 A, B = RequestId("a"), RequestId("b")
@@ -37,3 +38,13 @@ def test_merged_outputs() -> None:
     assert first.merged_with(second).merged_with(third) == SequenceOutput(
         A, 0, (7, 8), FinishReason.STOP, 8, None, 16, (LIKELY, UNLIKELY), (LIKELY, UNLIKELY)
     )
+
+
+def test_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waited for a slow reader goes out in several messages; an output that is too large by itself goes alone."""
+    monkeypatch.setattr(token_stream, "MAX_NUMBERS", 10)
+    small, large = SequenceOutput(A, 0, (7,) * 4), SequenceOutput(B, 0, (), prompt_logprobs=(LIKELY,) * 3)
+    outputs = [small, small, small, large, small]
+    batches = [decode(batch) for batch in encode_in_batches(outputs)]
+    assert batches == [[small, small], [small], [large], [small]]
+    assert [decode(batch) for batch in encode_in_batches([small])] == [[small]]

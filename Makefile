@@ -15,6 +15,7 @@ help:
 	@echo "make lint type     only these checks"
 	@echo "make proto         regenerate the modules of proto/*.proto"
 	@echo "make bench-tokenize  measure what the token cache saves; writes build/bench/tokenize.json"
+	@echo "make bench-serving measure what HTTP, Serve and gRPC cost; writes build/bench/serving.json"
 	@echo "make bench-engine  measure the engine's own overheads; writes build/bench/engine.json"
 
 setup: $(STAMP)
@@ -43,9 +44,7 @@ serve: $(STAMP)
 	$(BIN)/pagoda serve --model $(MODEL) --port 8000
 
 proto: $(STAMP)
-	@if ls proto/*.proto >/dev/null 2>&1; then \
-		$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src --grpc_python_out=src src/pagoda/proto/*.proto; \
-	else echo "proto/ holds no .proto file yet"; fi
+	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src --grpc_python_out=src src/pagoda/proto/*.proto
 
 bench: bench-engine bench-tokenize
 
@@ -53,6 +52,14 @@ bench-engine: $(STAMP)
 	$(BIN)/python tests/bench/bench_engine.py
 
 bench-tokenize: $(STAMP)
+	$(BIN)/python tests/bench/bench_tokenize.py
+
+bench-serving: $(STAMP)
+	$(BIN)/pagoda model fetch $(MODEL)
+	$(BIN)/python tests/bench/bench_serving.py
+
+bench-tokenize: $(STAMP)
+	$(BIN)/pagoda model fetch $(MODEL)
 	$(BIN)/python tests/bench/bench_tokenize.py
 
 clean:

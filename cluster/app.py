@@ -32,7 +32,10 @@ FRONT_APP = "front"
 _ANSWER_DEADLINE_S = 10.0
 _HEALTH_PERIOD_S = 1.0
 _POLL_S = 0.1
-_ADD_INFERENCE = "pagoda.proto.inference_pb2_grpc.add_InferenceServicer_to_server"
+_GRPC_SERVICES = [
+    "pagoda.proto.inference_pb2_grpc.add_InferenceServicer_to_server",
+    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+]
 _LIVING = ("NOT_STARTED", "RUNNING", "DEPLOYING", "UNHEALTHY")
 
 # The ingress does nothing that blocks, so its loop may serve requests, routing and Serve's own calls alike.
@@ -100,7 +103,7 @@ def deploy(config: ClusterConfig, limits: EngineLimits) -> None:
         http_options=HTTPOptions(host=config.host, port=config.port, request_timeout_s=None),
         grpc_options=gRPCOptions(
             port=config.grpc_port,
-            grpc_servicer_functions=[_ADD_INFERENCE] if config.grpc_port else [],
+            grpc_servicer_functions=_GRPC_SERVICES if config.grpc_port else [],
             enable_reflection=True,
         ),
         logging_config=logging_config,

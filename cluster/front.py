@@ -6,7 +6,9 @@ from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
 
+import grpc
 from fastapi import FastAPI
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from ray import serve
 from ray.serve.grpc_util import RayServegRPCContext
 
@@ -25,6 +27,8 @@ from pagoda.worker.errors import PagodaError
 from pagoda.worker.tokenizer import Tokenizer
 
 T = TypeVar("T")
+_SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+_WATCH_PERIOD_S = 1.0
 
 
 class Front:
@@ -90,6 +94,31 @@ class Front:
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
         return await _single(self._grpc.abort(request), grpc_context)
+
+    async def Check(self, request: HealthCheckRequest, grpc_context: RayServegRPCContext) -> HealthCheckResponse:
+        """`grpc.health.v1.Health`, for the server as a whole and for our service by name."""
+        if request.service not in ("", _SERVICE_NAME):
+            grpc_context.set_code(grpc.StatusCode.NOT_FOUND)
+            raise LookupError(f"unknown service {request.service!r}")
+        return await self._health()
+
+    async def Watch(
+        self, request: HealthCheckRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[HealthCheckResponse, None]:
+        """Its streaming form: says the status at once and whenever it changes."""
+        last = None
+        while True:
+            now = await self.Check(request, grpc_context)
+            if now != last:
+                last = now
+                yield now
+            await asyncio.sleep(_WATCH_PERIOD_S)
+
+    async def _health(self) -> HealthCheckResponse:
+        is_healthy = await self._service.is_healthy()
+        return HealthCheckResponse(
+            status=HealthCheckResponse.SERVING if is_healthy else HealthCheckResponse.NOT_SERVING
+        )
 
 
 async def _streamed(responses: AsyncGenerator[T, None], context: RayServegRPCContext) -> AsyncGenerator[T, None]:

@@ -10,6 +10,7 @@ from tiny_model import write_tiny_model
 
 from pagoda import __version__
 from pagoda.cluster.cli import main
+from pagoda.worker.errors import ConfigError
 from pagoda.worker.model_store import ModelStore
 
 
@@ -81,6 +82,7 @@ BAD_SERVE_OPTIONS = [
     ("--workers", "-1"),
     ("--drain-s", "-1"),
     ("--drain-s", "nan"),
+    ("--log-level", "loud"),
 ]
 SETTING_OF = {"--threads": "num_threads", "--workers": "num_workers", "--kv-cache-gib": "kv_cache_gib"}
 
@@ -111,6 +113,28 @@ def test_context_that_the_model_cannot_have(command: str, tiny: Path) -> None:
 
 
 # -- models --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "level"),
+    [
+        (("serve",), "warning"),
+        (("-v", "serve"), "info"),
+        (("serve", "--log-level", "debug"), "debug"),
+        (("-v", "serve", "--log-level", "error"), "error"),
+    ],
+)
+def test_log_level_of_the_service(monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], level: str) -> None:
+    """Quiet, unless the whole command is verbose; what is said for the service itself counts most."""
+    levels = []
+
+    def take(**settings: Any) -> None:
+        levels.append(settings["log_level"])
+        raise ConfigError("that is all")
+
+    monkeypatch.setattr("pagoda.cluster.commands.serve.ClusterConfig", take)
+    assert error(*arguments) == "that is all"
+    assert levels == [level]
 
 
 @pytest.mark.parametrize("command", [("serve", "--model"), ("generate", "--model"), ("model", "fetch")])

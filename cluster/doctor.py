@@ -20,11 +20,9 @@ Status = Literal["ok", "warning", "error"]
 """A warning costs speed or comfort; an error means that serving cannot work."""
 
 MIN_PYTHON = (3, 11)
-MIN_RAY = (2, 50)
+MIN_RAY = (2, 60)
 MIN_MEMORY_GIB = 2.0
 MIN_DISK_GIB = 2.0
-PROXY_PORTS = (8404, 9101)
-"""HAProxy under Ray Serve listens there too, on all addresses, for its statistics and metrics."""
 _GIB = 2**30
 _COMMAND_LIMIT_S = 10.0
 _CPU_FEATURES = (
@@ -62,7 +60,6 @@ def examine(*, model_cache: Path, host: str, port: int) -> list[Finding]:
         ("gRPC", check_grpc),
         ("model cache", lambda: check_model_cache(model_cache)),
         (f"port {port}", lambda: check_port(host, port)),
-        ("proxy ports", lambda: check_proxy_ports(PROXY_PORTS)),
     )
     return [_run(name, check) for name, check in checks]
 
@@ -146,14 +143,6 @@ def check_port(host: str, port: int) -> Finding:
     if (problem := _problem_with_listening(host, port)) is not None:
         return Finding(name, "error", f"{host}: {problem}", "stop what listens there, or pass another --port")
     return Finding(name, "ok", f"free on {host}")
-
-
-def check_proxy_ports(ports: Sequence[int]) -> Finding:
-    taken = [str(port) for port in ports if _problem_with_listening("0.0.0.0", port) is not None]
-    if taken:
-        advice = "another service with HAProxy runs on this machine: stop it first"
-        return Finding("proxy ports", "error", f"{', '.join(taken)} in use", advice)
-    return Finding("proxy ports", "ok", f"{', '.join(map(str, ports))} free")
 
 
 def _problem_with_listening(host: str, port: int) -> str | None:

@@ -35,9 +35,10 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 class Service:
     """A `pagoda serve` process, in a session of its own."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, grpc_port: int, log: Path) -> None:
         self.process = process
         self.port = port
+        self.grpc_port = grpc_port
         self.log = log
 
     def wait_until_it_says(self, text: str) -> None:
@@ -68,17 +69,19 @@ class Service:
         assert "SIGTERM" not in self.log.read_text()
         wait_until(lambda: not self.processes(), "no process of the service is left")
         assert_port_is_free(self.port)
+        assert_port_is_free(self.grpc_port)
 
 
 @contextmanager
 def pagoda_serve(model: Path, folder: Path, *options: str, port: int | None = None) -> Iterator[Service]:
     """Run the command with its standard error in a file. Whatever is left at the end of the block is killed."""
-    port = port or free_port()
+    port, grpc_port = port or free_port(), free_port()
     log = folder / f"serve-{port}-{time.monotonic_ns()}.log"
-    command = [PAGODA, "serve", "--model", model, "--port", str(port), "--kv-cache-gib", "0.3", *options]
+    ports = ["--port", str(port), "--grpc-port", str(grpc_port)]
+    command = [PAGODA, "serve", "--model", model, *ports, "--kv-cache-gib", "0.3", *options]
     with log.open("wb") as errors:
         process = subprocess.Popen(command, stdout=errors, stderr=errors, start_new_session=True)
-    service = Service(process, port, log)
+    service = Service(process, port, grpc_port, log)
     try:
         yield service
     finally:
@@ -265,7 +268,7 @@ def test_worker_that_dies_is_replaced(service: Service, http: httpx.Client) -> N
     """Both worker processes are killed under a stream: its client is told, and the service mends itself."""
     with http.stream("POST", COMPLETIONS, json=endless_stream()) as response:
         assert response.status_code == 200
-        workers = service.processes("ServeReplica:workers")
+        workers = set(service.processes("ServeReplica:workers:Worker")) - set(service.processes("WorkersRoot"))
         assert len(workers) == 2
         for worker in workers:
             os.kill(worker, signal.SIGKILL)

@@ -32,12 +32,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(autouse=True)
-def proxy_ports(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
-    """Whether a service runs beside the tests is none of their business."""
-    monkeypatch.setattr(doctor, "PROXY_PORTS", (free_port,))
-
-
 # -- the command ---------------------------------------------------------------------------------
 
 
@@ -46,8 +40,8 @@ def test_this_machine(tmp_path: Path, free_port: int) -> None:
     result = CliRunner().invoke(main, ["doctor", "--model-cache", str(tmp_path), "--port", str(free_port)])
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert len(lines) == len(NAMES) + 2
-    for line, name in zip(lines, [*NAMES, f"port {free_port}", "proxy ports"], strict=True):
+    assert len(lines) == len(NAMES) + 1
+    for line, name in zip(lines, [*NAMES, f"port {free_port}"], strict=True):
         assert line.split("  ", 1)[0].strip() in ("ok", "warning")
         assert f"  {name} " in line
 
@@ -59,9 +53,9 @@ def test_as_json_with_a_port_in_use(tmp_path: Path) -> None:
         result = CliRunner().invoke(main, ["doctor", "--json", "--model-cache", str(tmp_path), "--port", str(port)])
     assert result.exit_code == 1
     findings = json.loads(result.stdout)
-    assert [finding["name"] for finding in findings] == [*NAMES, f"port {port}", "proxy ports"]
-    assert findings[-2]["status"] == "error"
-    assert "--port" in findings[-2]["advice"]
+    assert [finding["name"] for finding in findings] == [*NAMES, f"port {port}"]
+    assert findings[-1]["status"] == "error"
+    assert "--port" in findings[-1]["advice"]
 
 
 def test_broken_installation_is_a_finding(tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,15 +119,6 @@ def test_port() -> None:
         assert doctor.check_port("127.0.0.1", port).status == "error"
     assert doctor.check_port("127.0.0.1", port).status == "ok"
     assert doctor.check_port("192.0.2.1", port).status == "error"  # an address that is not ours
-
-
-def test_proxy_ports() -> None:
-    """A second service on this machine would fail half a minute after its start."""
-    with socket.create_server(("0.0.0.0", 0)) as listener:
-        port = listener.getsockname()[1]
-        finding = doctor.check_proxy_ports([port])
-        assert (finding.status, finding.found) == ("error", f"{port} in use")
-    assert doctor.check_proxy_ports([port]).status == "ok"
 
 
 # -- packages ------------------------------------------------------------------------------------

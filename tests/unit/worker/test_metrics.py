@@ -73,7 +73,7 @@ class Worker:
 
     @staticmethod
     def _new(sequence_id: str) -> NewSequence:
-        return NewSequence(SequenceId(sequence_id), (1,), 0, 0, 0, ((0,),), SamplingParams(), 0, frozenset())
+        return NewSequence(SequenceId(sequence_id), (1,), 0, 0, 0, ((0,),), SamplingParams(), 0, frozenset(), 0)
 
 
 def out(name: str, index: int = 0, reason: FinishReason | None = None, *, tokens: int = 1) -> SequenceOutput:

@@ -7,6 +7,7 @@ either can be updated without redeploying the other.
 import logging
 import math
 import os
+import resource
 import secrets
 import socket
 import tempfile
@@ -60,7 +61,7 @@ def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "server-state"),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
-        "RAY_SERVE_HAPROXY_MAXCONN": str(config.max_http_requests * config.num_ingresses + 64),
+        "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections(config)),
         # Its own pages listen on all interfaces; on fixed ports two services on one machine would collide.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
@@ -69,6 +70,12 @@ def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(config.drain_s) + 1),
     }
+
+
+def _max_connections(config: ClusterConfig) -> int:
+    """Of HAProxy, which takes more than two file descriptors for each and does not start without them."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(config.max_http_requests * config.num_ingresses + 64, descriptors // 4)
 
 
 def _free_port() -> int:

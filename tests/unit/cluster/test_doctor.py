@@ -166,7 +166,7 @@ def test_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("version", "status"),
-    [("2.60.0", "ok"), ("2.50.0rc1", "ok"), ("2.9.3", "error"), ("3.0.0", "error"), (None, "error")],
+    [("2.60.0", "ok"), ("2.61.0rc1", "ok"), ("2.9.3", "error"), ("3.0.0", "error"), (None, "error")],
 )
 def test_ray(monkeypatch: pytest.MonkeyPatch, version: str | None, status: str) -> None:
     monkeypatch.setattr(doctor, "_version", lambda _: version)

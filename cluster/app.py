@@ -26,7 +26,7 @@ from pagoda.cluster.front import Front
 from pagoda.cluster.replica import Worker, WorkersRoot
 from pagoda.cluster.router import ROUTER_OPTIONS
 from pagoda.worker.config import EngineLimits
-from pagoda.worker.errors import PagodaError
+from pagoda.worker.errors import ConfigError, PagodaError
 
 WORKERS_APP = "workers"
 FRONT_APP = "front"
@@ -39,6 +39,8 @@ _GRPC_SERVICES = [
 ]
 _LIVING = ("NOT_STARTED", "RUNNING", "DEPLOYING", "UNHEALTHY")
 
+# Threads that wait for each other yield their core, which on a CPU machine the ingress needs.
+_WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 # The ingress does nothing that blocks, so its loop may serve requests, routing and Serve's own calls alike.
 _FRONT_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -72,6 +74,16 @@ def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
     }
 
 
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for minutes, deaf to signals."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), _ANSWER_DEADLINE_S).close()
+        except OSError as error:
+            raise ConfigError(f"ray_address: {address} does not answer: {error}") from error
+
+
 def _max_connections(config: ClusterConfig) -> int:
     """Of HAProxy, which takes more than two file descriptors for each and does not start without them."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -91,10 +103,12 @@ def start_ray(config: ClusterConfig, *, address: str | None) -> None:
     # Warnings are in the log files; who asks for more than these wants to see it.
     shows_logs = config.log_level in ("debug", "info")
     if address is not None:
+        _check_reachable(address)
         ray.init(address, log_to_driver=shows_logs, logging_level=logging.ERROR)
         return
     # The worker actors reserve one CPU each, the ingress and Serve's own actors none.
     ray.init(
+        "local",  # whatever RAY_ADDRESS says
         num_cpus=max(config.num_workers, os.cpu_count() or 1),
         include_dashboard=False,
         log_to_driver=shows_logs,
@@ -169,7 +183,11 @@ def _workers(config: ClusterConfig, token: str) -> Any:
     scheduler = config.engine.scheduler
     worker = serve.deployment(
         num_replicas=config.num_workers,
-        ray_actor_options={"num_cpus": 1, "num_gpus": 1 if config.engine.device.startswith("cuda") else 0},
+        ray_actor_options={
+            "num_cpus": 1,
+            "num_gpus": 1 if config.engine.device.startswith("cuda") else 0,
+            "runtime_env": {"env_vars": _WORKER_ENVIRONMENT},
+        },
         # Room for one more than the engine takes, so that the engine is what refuses.
         max_ongoing_requests=scheduler.max_num_seqs + scheduler.max_num_waiting + 1,
         max_queued_requests=scheduler.max_num_waiting,

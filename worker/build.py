@@ -11,7 +11,7 @@ import torch
 from pagoda.kernels.dispatch import operators_for
 from pagoda.worker.block_hash import HashDomain
 from pagoda.worker.block_pool import BlockPool
-from pagoda.worker.config import EngineConfig, EngineLimits
+from pagoda.worker.config import GIB, EngineConfig, EngineLimits
 from pagoda.worker.engine import Engine
 from pagoda.worker.errors import ConfigError, ModelError
 from pagoda.worker.executor import Executor
@@ -28,6 +28,7 @@ from pagoda.worker.weights import Progress, check_weights, checkpoint_files, loa
 
 logger = logging.getLogger(__name__)
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -59,6 +60,8 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     """
     model = ModelConfig.from_folder(config.model_path)
     files = checkpoint_files(config.model_path)
+    if not any((config.model_path / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(f"{config.model_path}: no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there")
     dtype_name = model.dtype if config.dtype == "auto" else config.dtype
     if dtype_name not in _DTYPES:
         raise ModelError(
@@ -73,9 +76,12 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     )
     num_blocks = config.cache.num_blocks or spec.num_blocks_in(config.cache.memory_bytes)
     limits = _limits(config, model, num_blocks)
+    device = _device(config.device)
+    if device.type == "cpu" and config.fake_step_s is None:
+        _check_memory(num_blocks * spec.block_bytes, sum(path.stat().st_size for path in files))
     with torch.device("meta"):
         check_weights(LlamaModel(model, operators_for(torch.device("meta"))).checkpoint_views(), files)
-    return EnginePlan(model, files, _device(config.device), dtype_name, spec, num_blocks, limits)
+    return EnginePlan(model, files, device, dtype_name, spec, num_blocks, limits)
 
 
 def build_engine(
@@ -152,6 +158,20 @@ def _load(plan: EnginePlan, progress: Progress) -> Runner:
     return Runner(model, ops, cache_NL2PKD, batch)
 
 
+def _check_memory(cache_bytes: int, weight_bytes: int) -> None:
+    """Memory that is asked for and is not there ends in the kernel's killer, long after the start."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return
+    fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    if cache_bytes + weight_bytes > available:
+        raise ConfigError(
+            f"memory_bytes: {cache_bytes / GIB:.1f} GiB of KV cache and {weight_bytes / GIB:.1f} GiB of weights "
+            f"are more than the {available / GIB:.1f} GiB of memory that are available"
+        )
+
+
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -159,6 +179,8 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device: {name!r} is not a torch device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: {name!r} is not supported; supported: cpu, cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device: {name!r} is asked for, but torch sees no GPU")
     return device

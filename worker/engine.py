@@ -52,6 +52,8 @@ def check_request(prompt_token_ids: Iterable[int], sampling: SamplingParams, lim
         raise InvalidRequestError("stop_token_ids", f"token ids must be in [0, {limits.vocab_size})")
     if any(token >= limits.vocab_size for token in sampling.logit_bias):
         raise InvalidRequestError("logit_bias", f"token ids must be in [0, {limits.vocab_size})")
+    if sampling.min_tokens and len(set(sampling.stop_token_ids)) >= limits.vocab_size:
+        raise InvalidRequestError("stop_token_ids", "must leave tokens to choose from before min_tokens")
     room = limits.max_model_len - len(prompt)
     if room < 1:
         raise InvalidRequestError(

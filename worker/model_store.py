@@ -24,6 +24,8 @@ from pagoda.worker.errors import ModelError
 from pagoda.worker.weights import Progress
 
 MANIFEST = "pagoda.json"
+_DAMAGED = MANIFEST + ".damaged"
+"""What the manifest of a damaged model is called until another one takes its place."""
 _HUB_TIMEOUT_S = 10.0
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 _READ_BYTES = 2**22
@@ -123,11 +125,14 @@ class ModelStore:
                 if not damaged:
                     return path
                 progress(f"{', '.join(damaged)} damaged: fetching again", 0, 1)
-            if path.exists():
-                shutil.rmtree(path)  # damaged, or not whole
+                (path / MANIFEST).rename(path / _DAMAGED)
+            elif path.exists() and not any((path / name).exists() for name in (MANIFEST, _DAMAGED)):
+                raise ModelError(f"{path} is in the way: it is no model that was fetched; move it away")
             partial = path.with_name(path.name + ".partial")
             source = self._fill(partial, name, known, progress)
             _write_manifest(partial, source, progress)
+            if path.exists():  # damaged; until now it was all there was
+                shutil.rmtree(path)
             partial.rename(path)
         return path
 
@@ -156,7 +161,10 @@ class ModelStore:
 
     @contextmanager
     def _lock(self, path: Path) -> Iterator[None]:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ModelError(f"{path.parent}: cannot be made: {error.strerror}") from error
         with path.with_name(f".{path.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield

@@ -1,8 +1,9 @@
 """Chooses the next tokens of a batch.
 
-Randomness is counter-based: the number a token is drawn with depends only on its sequence's seed and its index in the
-output, so a request draws the same numbers alone, batched, preempted or resumed elsewhere. The draw walks the kept
-probabilities in token order, so it is independent of how the filters sort.
+Randomness is counter-based: the numbers a token is drawn with depend only on its sequence's seed, its index in the
+output and the token ids, so a request draws the same numbers alone, batched, preempted or resumed elsewhere. Each token
+has a number of its own: what rounding does to one token's probability then moves nothing but a close call with it,
+while one number along the cumulative distribution would let it move every later boundary.
 
 Dimensions: B sequences, V vocabulary.
 """
@@ -30,14 +31,22 @@ def sample(logits_BV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     return tokens
 
 
-def uniform(seeds: Sequence[int], counters: Sequence[int]) -> np.ndarray:
-    """One float64 in [0, 1) for each (seed, counter), a pure function of the two.
+def exponentials(seeds: Sequence[int], counters: Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """BV, float32: one exponentially distributed number for each (seed, counter) and token, a pure function of these.
 
-    Source: SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), applied to the counter and then to the seed.
+    Source: SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), over the seed and counter and then the token.
     """
-    mixed = _mix(_mix(np.asarray(counters, np.uint64)) ^ np.asarray(seeds, np.uint64))
-    unit: np.ndarray = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return unit
+    streams = _mix(_mix(np.asarray(counters, np.uint64)) ^ np.asarray(seeds, np.uint64)).view(np.int64)
+    tokens_V = torch.arange(vocab_size, device=device) * _signed(0x9E3779B97F4A7C15)
+    numbers_BV = torch.empty(len(seeds), vocab_size, device=device)
+    for row, stream in enumerate(streams.tolist()):  # a row at a time stays in the cache
+        x_V = tokens_V + stream
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x_V.bitwise_xor_(_shift_right(x_V, shift)).mul_(_signed(factor))
+        x_V.bitwise_xor_(_shift_right(x_V, 31))
+        numbers_BV[row] = _shift_right(x_V, 32)
+    # In float32 the largest numbers round to 1, whose clock would never ring.
+    return numbers_BV.add_(0.5).mul_(-(2.0**-32)).log1p_().neg_().clamp_(max=64.0)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -46,6 +55,16 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = x ^ (x >> np.uint64(31))
     return mixed
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same bits: torch has no unsigned arithmetic, and signed wraps around alike."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """A logical shift."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _draw(logits_BV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
@@ -69,13 +88,10 @@ def _draw(logits_BV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     if bool((min_p_B1 > 0).any()):
         probs_BV.masked_fill_(probs_BV < min_p_B1 * probs_BV.amax(-1, keepdim=True), 0)
 
-    cumulative_BV = probs_BV.double().cumsum(-1)
-    unit = uniform([row.seed for row in rows], [row.num_output_tokens for row in rows])
-    target_B1 = torch.from_numpy(unit).to(probs_BV.device)[:, None] * cumulative_BV[:, -1:]
-    tokens_B = torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0]
-    # Rounding may put the target on the total, past the last token that has any probability.
-    last_B = vocab_size - 1 - (probs_BV > 0).flip(-1).int().argmax(-1)
-    return torch.minimum(tokens_B, last_B)
+    # Of exponential clocks with the probabilities as rates, the first to ring is each with its probability.
+    seeds, counters = [row.seed for row in rows], [row.num_output_tokens for row in rows]
+    clocks_BV = exponentials(seeds, counters, vocab_size, probs_BV.device)
+    return (probs_BV / clocks_BV).argmax(-1)
 
 
 def _keep_top_k(logits_BV: torch.Tensor, top_k: list[int]) -> None:

@@ -14,6 +14,7 @@ SequenceId = NewType("SequenceId", str)
 
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
+MAX_TEMPERATURE = 1000.0
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
 """Alternatives that are reported for each token."""
@@ -54,7 +55,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Token id -> what is added to its logit."""
     seed: int | None = None
-    """Same seed, same tokens, however the request is batched. None draws one."""
+    """Same seed, same random numbers, however the request is batched. None draws one."""
     n: int = 1
     """Samples per prompt."""
     max_tokens: int | None = 16
@@ -94,7 +95,7 @@ class SamplingParams:
             if not condition:
                 raise InvalidRequestError(name, f"must be {allowed}, got {getattr(self, name)!r}")
 
-        require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "a finite number >= 0")
+        require(0 <= self.temperature <= MAX_TEMPERATURE, "temperature", f"a number in [0, {MAX_TEMPERATURE}]")
         require(self.top_k >= -1, "top_k", "-1 or 0 (off) or a positive integer")
         require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
         require(0 <= self.min_p <= 1, "min_p", "in [0, 1]")

@@ -3,13 +3,13 @@
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 import click
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from tqdm import tqdm
 
 from pagoda.cluster.commands.options import engine_config, engine_options
@@ -36,7 +36,7 @@ class Line(SamplingFields):
     id: str | int | None = None
     """Comes back with the result."""
     prompt: str | list[int] | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _check_one_of(self) -> "Line":
@@ -57,7 +57,9 @@ class Job:
 @click.command()
 @engine_options
 @click.option("--input", "source", type=click.File(encoding="utf-8"), default="-", help="JSON lines; - reads stdin.")
-@click.option("--output", "sink", type=click.File("w", encoding="utf-8"), default="-", help="- writes to stdout.")
+@click.option(
+    "--output", "sink", type=click.File("w", encoding="utf-8", lazy=False), default="-", help="- writes to stdout."
+)
 @click.option("--max-tokens", type=int, help="For lines without max_tokens.  [default: up to the context length]")
 @click.option("--temperature", type=float, help="For lines without temperature.  [default: 1.0]")
 @click.option("--seed", type=int, help="For lines without seed.  [default: drawn]")
@@ -85,7 +87,7 @@ def generate(source: TextIO, sink: TextIO, **options: Any) -> None:
 def _parse(source: TextIO, defaults: dict[str, Any]) -> list[tuple[int, Line]]:
     """(line number, line) of every line that is not blank."""
     lines = []
-    for number, text in enumerate(source, start=1):
+    for number, text in enumerate(_texts(source), start=1):
         if not text.strip():
             continue
         try:
@@ -100,6 +102,13 @@ def _parse(source: TextIO, defaults: dict[str, Any]) -> list[tuple[int, Line]]:
             raise click.ClickException(f"line {number}: {error}") from error
         lines.append((number, line))
     return lines
+
+
+def _texts(source: TextIO) -> Iterator[str]:
+    try:
+        yield from source
+    except UnicodeDecodeError as error:
+        raise click.ClickException(f"the input is not UTF-8: {error}") from error
 
 
 async def _run(service: InferenceService, lines: list[tuple[int, Line]], sink: TextIO, *, num_at_once: int) -> None:

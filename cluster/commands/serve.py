@@ -78,6 +78,7 @@ def serve(
     )
     config = replace(config, engine=engine_config(options))
     plan = plan_engine(config.engine)
+    config = replace(config, engine=replace(config.engine, device=str(plan.device)))
     _check_port_is_free("port", host, port)
     if grpc_port:
         _check_port_is_free("grpc_port", host, grpc_port)
@@ -93,7 +94,8 @@ def serve(
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signal_number, on_signal)
 
-    take_signals()
+    if ray_address is None:
+        take_signals()  # a Ray that is half started must be taken down; one that is not ours may be left at once
 
     def say(what: str) -> None:
         click.echo(f"[{time.monotonic() - begin:5.1f} s] {what}", err=True)

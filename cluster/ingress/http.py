@@ -142,6 +142,11 @@ class _Api:
         sampling = body.sampling_params(default_max_tokens=COMPLETIONS_MAX_TOKENS)
         if len(body.prompts) > MAX_PROMPTS:
             raise InvalidRequestError("prompt", f"at most {MAX_PROMPTS} prompts in one request")
+        room = self._service.limits.max_num_seqs + self._service.limits.max_num_waiting
+        if len(body.prompts) * sampling.n > room:
+            raise InvalidRequestError(
+                "prompt", f"{len(body.prompts)} prompts with n={sampling.n}: at most {room} samples"
+            )
         prompts = [await self._encode(body, prompt) for prompt in body.prompts]
         for prompt in prompts:
             self._service.check(prompt, sampling)
@@ -212,7 +217,17 @@ class _Api:
 
 def _documented_body(model: type[BaseModel]) -> dict[str, Any]:
     """Bodies are parsed here and not by FastAPI, so that any content type will do; `/docs` still shows them."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+    schema = model.model_json_schema()
+    schemas = schema.pop("$defs", {})
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, dict):
+            if isinstance(reference := node.get("$ref"), str):
+                return inlined(schemas[reference.rpartition("/")[2]])
+            return {key: inlined(value) for key, value in node.items()}
+        return [inlined(value) for value in node] if isinstance(node, list) else node
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined(schema)}}}}
 
 
 class _Tally:

@@ -104,7 +104,9 @@ def _size(raw: dict[str, Any], key: str) -> int:
 
 def _max_position(raw: dict[str, Any], *, is_qwen: bool) -> int:
     """Up to a sliding window's length, windowed and full attention are the same; longer contexts are refused."""
-    max_position = int(raw.get("max_position_embeddings", 2048))
+    max_position = int(raw.get("max_position_embeddings") or 2048)
+    if max_position < 1:
+        raise ModelError(f"max_position_embeddings: must be at least 1, got {max_position}")
     window = raw.get("sliding_window")
     if window is None or (is_qwen and not raw.get("use_sliding_window", False)):
         return max_position

@@ -211,9 +211,23 @@ def test_damaged_model_is_not_ready_while_it_cannot_be_mended(store: ModelStore,
     with pytest.raises(ModelError, match="offline"):
         fetch(store)
     assert_nothing_ready(store)
+    assert (store.path_of(NAME) / "config.json").exists()  # nothing is thrown away before there is something better
+    hub.error = None
+    assert_whole(fetch(store))
 
 
-@pytest.mark.parametrize("damage", ["shorter", "gone", "manifest gone", "manifest broken"])
+def test_folder_that_was_not_fetched_is_left_alone(store: ModelStore, hub: Source) -> None:
+    """Scenario: somebody keeps files of their own where the model would go."""
+    notes = store.path_of(NAME) / "my-notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    with pytest.raises(ModelError, match="in the way"):
+        fetch(store)
+    assert notes.read_text() == "mine"
+    assert hub.num_calls == 0
+
+
+@pytest.mark.parametrize("damage", ["shorter", "gone", "manifest broken"])
 @pytest.mark.usefixtures("hub")
 def test_incomplete_folder_is_not_ready_and_is_mended(store: ModelStore, damage: str) -> None:
     """Scenario: somebody tidied up, or the file system lost the end of a file: the folder is there, but not whole."""
@@ -222,8 +236,6 @@ def test_incomplete_folder_is_not_ready_and_is_mended(store: ModelStore, damage:
         (path / "model.safetensors").write_bytes(b"weigh")
     elif damage == "gone":
         (path / "config.json").unlink()
-    elif damage == "manifest gone":
-        (path / "pagoda.json").unlink()
     else:
         (path / "pagoda.json").write_text('{"files": {"config.json"', encoding="utf-8")
     assert_nothing_ready(store)

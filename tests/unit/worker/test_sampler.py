@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pagoda.worker.input_batch import Row
-from pagoda.worker.sampler import sample, uniform
+from pagoda.worker.sampler import exponentials, sample
 from pagoda.worker.types import SamplingParams
 
 PROBS = (0.02, 0.30, 0.05, 0.25, 0.03, 0.20, 0.05, 0.10)
@@ -133,13 +133,14 @@ def test_rows_are_filtered_each_by_its_own_settings() -> None:
 def test_a_row_without_top_p_keeps_its_tail_beside_one_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scenario: the first two tokens sum to 1 in float32, so a top-p of 1 that is counted drops the third.
 
-    A request that keeps everything must draw the same beside a request with top-p as alone. The draw here is one that
-    falls on the third token.
+    A request that keeps everything must draw the same beside a request with top-p as alone. The clocks here let the
+    third token win wherever it is kept.
     """
-    monkeypatch.setattr("pagoda.worker.sampler.uniform", lambda seeds, _: torch.full((len(seeds),), 1 - 1e-12).numpy())
+    clocks = torch.tensor([1.0, 1.0, 1e-12])
+    monkeypatch.setattr("pagoda.worker.sampler.exponentials", lambda seeds, *_: clocks.expand(len(seeds), -1))
     probs = (0.5, 0.5, 1e-9)
     assert sample(logits_of(probs), [row()]) == [2]
-    assert sample(logits_of(probs, 2), [row(), row(top_p=0.9)]) == [2, 1]
+    assert sample(logits_of(probs, 2), [row(), row(top_p=0.9)]) == [2, 0]
 
 
 def test_top_p_looks_beyond_the_first_thousand_tokens() -> None:
@@ -184,19 +185,39 @@ def test_distribution(sampling: dict[str, Any], probs: Sequence[float], varied: 
     assert statistic < 41
 
 
-def test_uniform_is_split_mix() -> None:
+def test_exponentials_are_split_mix() -> None:
     """Other versions and other workers must draw the same numbers: pinned by SplitMix64 in plain integers."""
 
-    def mix(x: int) -> int:
-        x = (x + 0x9E3779B97F4A7C15) % 2**64
+    def finalise(x: int) -> int:
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
         return x ^ (x >> 31)
 
+    def mix(x: int) -> int:
+        return finalise((x + 0x9E3779B97F4A7C15) % 2**64)
+
     cases = [(0, 0), (1, 0), (0, 1), (2**63 - 1, 0), (2**63 - 1, 2**20), (123456789, 42)]
-    expected = [(mix(mix(counter) ^ seed) >> 11) / 2**53 for seed, counter in cases]
-    assert uniform([seed for seed, _ in cases], [counter for _, counter in cases]).tolist() == expected
-    assert len(set(expected)) == len(cases)
+    found = exponentials([seed for seed, _ in cases], [counter for _, counter in cases], 50, torch.device("cpu"))
+    expected = [
+        [
+            -math.log1p(
+                -((finalise((mix(mix(counter) ^ seed) + token * 0x9E3779B97F4A7C15) % 2**64) >> 32) + 0.5) / 2**32
+            )
+            for token in range(50)
+        ]
+        for seed, counter in cases
+    ]
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=0)  # float32 logarithms
+
+
+def test_rounding_moves_only_close_calls() -> None:
+    """Scenario: batching shifts logits by 1e-4. One draw along the cumulative sum would change 5 % of tokens."""
+    generator = torch.Generator().manual_seed(0)
+    logits_BV = 3 * torch.randn(400, 5000, generator=generator)
+    shifted_BV = logits_BV + 1e-4 * torch.randn(400, 5000, generator=generator)
+    rows = [row(seed) for seed in range(400)]
+    before, after = sample(logits_BV, rows), sample(shifted_BV, rows)
+    assert sum(a != b for a, b in zip(before, after, strict=True)) <= 2
 
 
 def test_same_seed_and_index_draw_the_same_alone_and_in_any_batch() -> None:
@@ -228,16 +249,10 @@ def test_bfloat16_logits_are_drawn_in_float32() -> None:
     assert sum(drawn[token] for token in range(500, 1000)) == pytest.approx(NUM_DRAWS / 2, abs=3 * math.sqrt(NUM_DRAWS))
 
 
-def test_a_draw_of_zero_picks_the_first_kept_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the token before it, which has no probability but whose share of the sum also ends at 0."""
-    monkeypatch.setattr("pagoda.worker.sampler.uniform", lambda seeds, _: torch.zeros(len(seeds)).double().numpy())
-    assert sample(logits_of((0.1, 0.1, 0.5, 0.3)), [row(top_k=2)]) == [2]
-
-
-def test_a_draw_at_the_very_end_never_picks_a_dropped_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scenario: the drawn number rounds onto the total, past which only tokens without probability follow."""
-    monkeypatch.setattr("pagoda.worker.sampler.uniform", lambda seeds, _: torch.ones(len(seeds)).double().numpy())
-    assert sample(logits_of((0.3, 0.5, 0.1, 0.1)), [row(top_k=2)]) == [1]
+def test_a_clock_that_hardly_rings_never_lets_a_dropped_token_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scenario: the only kept token has the largest number that there is."""
+    monkeypatch.setattr("pagoda.worker.sampler.exponentials", lambda *_: torch.full((1, 4), 64.0))
+    assert sample(logits_of((0.1, 0.1, 0.5, 0.3)), [row(top_k=1)]) == [2]
 
 
 # -- min_tokens ------------------------------------------------------------------------------------

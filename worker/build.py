@@ -28,7 +28,6 @@ from pagoda.worker.weights import Progress, check_weights, checkpoint_files, loa
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -60,8 +59,6 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     """
     model = ModelConfig.from_folder(config.model_path)
     files = checkpoint_files(config.model_path)
-    if not any((config.model_path / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(f"{config.model_path}: no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there")
     dtype_name = model.dtype if config.dtype == "auto" else config.dtype
     if dtype_name not in _DTYPES:
         raise ModelError(

@@ -17,6 +17,14 @@ ChatMessage = Mapping[str, Any]
 _TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
 """What a template can raise: its own refusal, or Python's when values are not what it expects."""
 
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise `ModelError` if a model folder has no tokenizer; loading one takes seconds."""
+    if not any((folder / name).is_file() for name in _FILES):
+        raise ModelError(f"{folder}: no tokenizer: none of {', '.join(_FILES)} is there")
+
 
 class Tokenizer:
     """A Hugging Face tokenizer. Encoding is for one thread at a time; decoding for any."""

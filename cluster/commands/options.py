@@ -9,6 +9,7 @@ import click
 from pagoda.cluster.commands.progress import show_progress
 from pagoda.worker.config import GIB, CacheConfig, EngineConfig, SchedulerConfig, require_in_range
 from pagoda.worker.model_store import ModelStore
+from pagoda.worker.tokenizer import check_tokenizer
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -96,4 +97,5 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     if path is None:
         with show_progress() as progress:
             path = store.fetch(name, progress=progress)
+    check_tokenizer(path)
     return EngineConfig(path, cache=cache, scheduler=scheduler, **settings)

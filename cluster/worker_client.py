@@ -64,10 +64,7 @@ class ServeWorkerClient:
         call = asyncio.create_task(self._call(request), context=contextvars.Context())
         call.add_done_callback(outputs.end_with)
         try:
-            num_live = request.sampling.n
-            while num_live:
-                batch = await outputs.take()
-                num_live -= sum(output.finish_reason is not None for output in batch)
+            async for batch in outputs.until_ended(request.sampling.n):
                 yield batch
         finally:
             call.cancel()

@@ -5,6 +5,7 @@ nobody: neither the engine nor the other requests.
 """
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 from pagoda.worker.types import RequestId, SequenceOutput
 
@@ -33,6 +34,13 @@ class PendingOutputs:
         """Done-callback of the call that runs the request: what it raises, `take` raises."""
         if not call.cancelled() and (error := call.exception()) is not None:
             self.fail(error)
+
+    async def until_ended(self, num_samples: int) -> AsyncGenerator[list[SequenceOutput], None]:
+        """What `take` gives, until all of a request's samples have ended."""
+        while num_samples:
+            outputs = await self.take()
+            num_samples -= sum(output.finish_reason is not None for output in outputs)
+            yield outputs
 
     async def take(self) -> list[SequenceOutput]:
         """All that is pending, at least one output. Raises the error that `fail` was given."""

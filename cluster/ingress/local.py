@@ -24,10 +24,7 @@ class LocalWorkerClient:
         running = asyncio.ensure_future(self._engine.run(request, outputs.put))
         running.add_done_callback(outputs.end_with)
         try:
-            num_live = request.sampling.n
-            while num_live:
-                batch = await outputs.take()
-                num_live -= sum(output.finish_reason is not None for output in batch)
+            async for batch in outputs.until_ended(request.sampling.n):
                 yield batch
         finally:
             running.cancel()

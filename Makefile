@@ -26,6 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pagoda.kernels.cpu.build
 	touch $(STAMP)
 
 lint: $(STAMP)

@@ -53,6 +53,7 @@ def examine(*, model_cache: Path, host: str, port: int) -> list[Finding]:
         ("cores", lambda: check_cores(len(os.sched_getaffinity(0)), _read("/sys/fs/cgroup/cpu.max"))),
         ("memory", lambda: check_memory(_read("/proc/meminfo"), _read_cgroup_memory())),
         ("torch", lambda: check_torch(has_gpu=bool(gpus))),
+        ("kernels", check_cpu_kernels),
         ("GPU", lambda: check_gpu(gpus)),
         ("Triton", lambda: check_triton(has_gpu=bool(gpus))),
         ("Ray", check_ray),
@@ -166,6 +167,19 @@ def check_torch(*, has_gpu: bool) -> Finding:
     if has_gpu and not torch.version.cuda:
         return Finding("torch", "warning", found, "there is a GPU: install a CUDA build (https://pytorch.org)")
     return Finding("torch", "ok", found)
+
+
+def check_cpu_kernels() -> Finding:
+    """What multiplies on the CPU. Only looks whether it is built: the first worker builds what is not."""
+    from pagoda.kernels.cpu.build import BuildError, is_built, supported_instruction_sets
+
+    best = supported_instruction_sets()[0]
+    try:
+        state = "built" if is_built(best) else "built by the first worker, in a few seconds"
+    except BuildError as error:
+        advice = "install g++ (Debian: apt install g++); until then PyTorch's operators serve, several times slower"
+        return Finding("kernels", "warning", str(error), advice)
+    return Finding("kernels", "ok", f"C++ for {best.name}, {state}")
 
 
 def check_gpu(names: Sequence[str]) -> Finding:

@@ -1,14 +1,30 @@
 """Picks the backend, once. Nothing else in the project asks which one runs."""
 
+import logging
 from typing import Any
 
 import torch
 
+from pagoda.kernels.cpu.build import BuildError, library, supported_instruction_sets
+from pagoda.kernels.cpu.library import DTYPES, load
+from pagoda.kernels.cpu.operators import CpuOperators
 from pagoda.kernels.interface import Operators
 from pagoda.kernels.torch_ops import TorchOperators
 
+logger = logging.getLogger(__name__)
 
-def operators_for(device: torch.device) -> Operators[Any]:
-    """The fastest operators that run on `device`."""
-    del device  # the torch operators run everywhere
-    return TorchOperators()
+
+def operators_for(device: torch.device, dtype: torch.dtype) -> Operators[Any, Any]:
+    """The fastest operators for tensors of `dtype` on `device`; on the CPU with as many threads as torch has now.
+
+    Builds the CPU kernels if that has not been done. Where they cannot be built, warns and falls back on torch's.
+    """
+    if device.type != "cpu" or dtype not in DTYPES:
+        return TorchOperators()
+    best = supported_instruction_sets()[0]
+    try:
+        functions = load(library(best))
+    except (BuildError, OSError) as error:
+        logger.warning("PyTorch's operators serve, several times slower than the CPU kernels: %s", error)
+        return TorchOperators()
+    return CpuOperators(functions, instruction_set=best.name, num_threads=torch.get_num_threads())

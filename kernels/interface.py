@@ -8,7 +8,7 @@ The cache of one group is block-first, `cache_NL2PKD`: a block of all layers is 
 """
 
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 
@@ -33,13 +33,82 @@ class AttentionBatch:
     """`seq_lens_B` on the host."""
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """What a layer's queries see, and how scores come about."""
+
+    scale: float
+    """Scores are q . k * scale."""
+    window: int = 0
+    """Positions a query sees, the last of which is its own; 0 for all before it."""
+    num_sinks: int = 0
+    """Leading positions that it sees beyond the window. Source: Xiao et al., arXiv:2309.17453."""
+    soft_cap: float = 0.0
+    """Scores become soft_cap * tanh(score / soft_cap); 0 leaves them. Source: Gemma 2, arXiv:2408.00118, sec. 2."""
+
+
+Activation = Literal["silu", "gelu_tanh"]
+
 PlanT = TypeVar("PlanT")
+WeightT = TypeVar("WeightT")
 
 
-class Operators(Protocol, Generic[PlanT]):
-    """The operators of a decoder layer. `PlanT` is what a backend prepares once per step for all layers."""
+@dataclass(frozen=True, slots=True)
+class AttentionWeights(Generic[WeightT]):
+    """Of a layer's first half. Norms have the model's dtype."""
+
+    norm_E: torch.Tensor
+    qkv: WeightT
+    """E -> (H + 2K) * D: all query heads, then the key heads, then the value heads."""
+    q_norm_D: torch.Tensor | None
+    k_norm_D: torch.Tensor | None
+    """Of each head before the rotation, where the architecture has them."""
+    output: WeightT
+    """H * D -> E."""
+    num_heads: int
+    kind: AttentionKind
+    eps: float
+    """Of all norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForwardWeights(Generic[WeightT]):
+    """Of a layer's second half."""
+
+    norm_E: torch.Tensor
+    gate_up: WeightT
+    """From `pack_gated`."""
+    down: WeightT
+    eps: float
+
+
+class Operators(Protocol, Generic[PlanT, WeightT]):
+    """The operators of a decoder layer, one by one and as the two halves of a layer.
+
+    Tensor parallelism sums over ranks what the halves return. `PlanT` is what a backend prepares once per step for all
+    layers, `WeightT` a weight as it wants to have it.
+    """
 
     name: str
+
+    def pack(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> WeightT:
+        """Prepare the weight of a linear layer, once after loading. The result may or may not share its memory."""
+        ...
+
+    def linear(self, x_TI: torch.Tensor, weight: WeightT) -> torch.Tensor:
+        """x @ weight.T + bias. Returns TO, in x's dtype."""
+        ...
+
+    def pack_gated(self, gate_up_FI: torch.Tensor, bias_F: torch.Tensor | None, activation: Activation) -> WeightT:
+        """Prepare the first weight of a gated feed-forward: the rows of the gate, then those of up."""
+        ...
+
+    def gated_linear(self, x_TI: torch.Tensor, weight: WeightT) -> torch.Tensor:
+        """activation(x @ gate.T) * (x @ up.T), of a weight from `pack_gated`. Returns TF', F' = F/2, in x's dtype.
+
+        Source: Shazeer, arXiv:2002.05202, eq. 6.
+        """
+        ...
 
     def plan(self, batch: AttentionBatch, block_size: int, dtype: torch.dtype) -> PlanT:
         """Prepare a step whose queries have type `dtype`."""
@@ -57,12 +126,14 @@ class Operators(Protocol, Generic[PlanT]):
     ) -> torch.Tensor:
         """Rotate queries and keys, write keys and values into the cache (mutated). Returns the rotated queries.
 
+        `q_THD` may be mutated.
+
         `cos_TD` and `sin_TD` are float32; the rotation pairs dimension i with i + D/2, as Hugging Face checkpoints do.
         Source: Su et al., RoFormer (arXiv:2104.09864), eq. 34.
         """
         ...
 
-    def attend(self, q_THD: torch.Tensor, cache_N2PKD: torch.Tensor, plan: PlanT, scale: float) -> torch.Tensor:
+    def attend(self, q_THD: torch.Tensor, cache_N2PKD: torch.Tensor, plan: PlanT, kind: AttentionKind) -> torch.Tensor:
         """Causal attention of each request's queries over its blocks; the queries are its last tokens. Returns THD."""
         ...
 
@@ -72,18 +143,47 @@ class Operators(Protocol, Generic[PlanT]):
 
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (rms_norm(x + residual) in x's dtype, x + residual).
+    ) -> torch.Tensor:
+        """residual += x (mutated). Returns rms_norm(residual) in x's dtype.
 
         The residual stream is float32 whatever x is: every layer adds to it, and what bfloat16 would round away there
         flips close calls between tokens.
         """
         ...
 
-    def silu_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up, where the last dimension holds gate then up. Halves the last dimension."""
+    def attention_block(
+        self,
+        x_TE: torch.Tensor,
+        residual_TE: torch.Tensor,
+        weights: AttentionWeights[WeightT],
+        cos_TD: torch.Tensor,
+        sin_TD: torch.Tensor,
+        cache_N2PKD: torch.Tensor,
+        plan: PlanT,
+    ) -> torch.Tensor:
+        """A layer's first half: residual += x (mutated); returns attention over norm(residual), projected.
+
+        The step's keys and values go into the cache (mutated). The result may lie where `x_TE` did.
+        """
+        ...
+
+    def feed_forward_block(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weights: FeedForwardWeights[WeightT]
+    ) -> torch.Tensor:
+        """A layer's second half: residual += x (mutated); returns down(gated_linear(norm(residual))).
+
+        The result may lie where `x_TE` did.
+        """
         ...
 
     def copy_blocks(self, cache_NL2PKD: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination). No destination is a source."""
+        ...
+
+    def gather_blocks(self, cache_NL2PKD: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
+        """Copies of whole blocks, in the order of `block_ids`, contiguous."""
+        ...
+
+    def scatter_blocks(self, cache_NL2PKD: torch.Tensor, block_ids: list[int], blocks: torch.Tensor) -> None:
+        """Write whole blocks, as `gather_blocks` returned them; the ids are distinct."""
         ...

@@ -3,15 +3,50 @@
 Dimensions as in `interface.py`. Written to be read, one request and one token at a time where that is clearer.
 """
 
-import torch
+from dataclasses import dataclass
 
-from pagoda.kernels.interface import AttentionBatch
+import torch
+import torch.nn.functional as F
+
+from pagoda.kernels.blocks import attention_block, feed_forward_block
+from pagoda.kernels.interface import (
+    Activation,
+    AttentionBatch,
+    AttentionKind,
+    AttentionWeights,
+    FeedForwardWeights,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceWeight:
+    """A weight in float32."""
+
+    weight_OI: torch.Tensor
+    bias_O: torch.Tensor | None
+    activation: Activation | None = None
 
 
 class ReferenceOperators:
     """Implements `Operators`; its plan is the batch itself."""
 
     name = "reference"
+
+    def pack(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> ReferenceWeight:
+        return ReferenceWeight(weight_OI.float(), None if bias_O is None else bias_O.float())
+
+    def linear(self, x_TI: torch.Tensor, weight: ReferenceWeight) -> torch.Tensor:
+        return F.linear(x_TI.float(), weight.weight_OI, weight.bias_O).to(x_TI.dtype)
+
+    def pack_gated(
+        self, gate_up_FI: torch.Tensor, bias_F: torch.Tensor | None, activation: Activation
+    ) -> ReferenceWeight:
+        return ReferenceWeight(gate_up_FI.float(), None if bias_F is None else bias_F.float(), activation)
+
+    def gated_linear(self, x_TI: torch.Tensor, weight: ReferenceWeight) -> torch.Tensor:
+        gate_TF, up_TF = F.linear(x_TI.float(), weight.weight_OI, weight.bias_O).chunk(2, dim=-1)
+        activated_TF = gate_TF * torch.sigmoid(gate_TF) if weight.activation == "silu" else gelu_tanh(gate_TF)
+        return (activated_TF * up_TF).to(x_TI.dtype)
 
     def plan(self, batch: AttentionBatch, block_size: int, dtype: torch.dtype) -> AttentionBatch:  # noqa: ARG002
         return batch
@@ -36,7 +71,7 @@ class ReferenceOperators:
         return rotate(q_THD, cos_TD, sin_TD)
 
     def attend(
-        self, q_THD: torch.Tensor, cache_N2PKD: torch.Tensor, plan: AttentionBatch, scale: float
+        self, q_THD: torch.Tensor, cache_N2PKD: torch.Tensor, plan: AttentionBatch, kind: AttentionKind
     ) -> torch.Tensor:
         out_THD = torch.empty_like(q_THD)
         group_size = q_THD.shape[1] // cache_N2PKD.shape[3]
@@ -50,9 +85,8 @@ class ReferenceOperators:
                 for part in (0, 1)
             )
             for token in range(start, end):
-                visible = seq_len - (end - 1 - token)
-                scores_HS = torch.einsum("hd,shd->hs", q_THD[token].float(), k_SHD[:visible]) * scale
-                out_HD = torch.einsum("hs,shd->hd", scores_HS.softmax(-1), v_SHD[:visible])
+                seen_S = seen_positions(seq_len - (end - token), kind)
+                out_HD, _ = attention_state(q_THD[token].float(), k_SHD[seen_S], v_SHD[seen_S], kind)
                 out_THD[token] = out_HD.to(out_THD.dtype)
         return out_THD
 
@@ -63,17 +97,78 @@ class ReferenceOperators:
 
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total_TE = x_TE.float() + residual_TE
-        return self.rms_norm(total_TE, weight_E.float(), eps).to(x_TE.dtype), total_TE
+    ) -> torch.Tensor:
+        residual_TE += x_TE.float()
+        return self.rms_norm(residual_TE, weight_E.float(), eps).to(x_TE.dtype)
 
-    def silu_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up_TF.float().chunk(2, dim=-1)
-        return (gate * torch.sigmoid(gate) * up).to(gate_up_TF.dtype)
+    def attention_block(
+        self,
+        x_TE: torch.Tensor,
+        residual_TE: torch.Tensor,
+        weights: AttentionWeights[ReferenceWeight],
+        cos_TD: torch.Tensor,
+        sin_TD: torch.Tensor,
+        cache_N2PKD: torch.Tensor,
+        plan: AttentionBatch,
+    ) -> torch.Tensor:
+        return attention_block(self, x_TE, residual_TE, weights, cos_TD, sin_TD, cache_N2PKD, plan)
+
+    def feed_forward_block(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weights: FeedForwardWeights[ReferenceWeight]
+    ) -> torch.Tensor:
+        return feed_forward_block(self, x_TE, residual_TE, weights)
 
     def copy_blocks(self, cache_NL2PKD: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
         for source, destination in pairs:
             cache_NL2PKD[destination] = cache_NL2PKD[source]
+
+    def gather_blocks(self, cache_NL2PKD: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
+        blocks = torch.empty(len(block_ids), *cache_NL2PKD.shape[1:], dtype=cache_NL2PKD.dtype)
+        for index, block_id in enumerate(block_ids):
+            blocks[index] = cache_NL2PKD[block_id]
+        return blocks
+
+    def scatter_blocks(self, cache_NL2PKD: torch.Tensor, block_ids: list[int], blocks: torch.Tensor) -> None:
+        for index, block_id in enumerate(block_ids):
+            cache_NL2PKD[block_id] = blocks[index]
+
+
+def seen_positions(own: int, kind: AttentionKind) -> torch.Tensor:
+    """The positions that the query at position `own` sees, ascending."""
+    seen = torch.arange(own + 1)
+    if not kind.window:
+        return seen
+    return seen[(seen > own - kind.window) | (seen < kind.num_sinks)]
+
+
+def attention_state(
+    q_HD: torch.Tensor, k_SHD: torch.Tensor, v_SHD: torch.Tensor, kind: AttentionKind
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One query's attention over some positions, HD, and the log of its softmax's denominator, H."""
+    scores_HS = torch.einsum("hd,shd->hs", q_HD, k_SHD) * kind.scale
+    if kind.soft_cap:
+        scores_HS = kind.soft_cap * torch.tanh(scores_HS / kind.soft_cap)
+    return torch.einsum("hs,shd->hd", scores_HS.softmax(-1), v_SHD), scores_HS.logsumexp(-1)
+
+
+def merge_states(
+    a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state of attention over the union of two disjoint sets of positions, from the state over each.
+
+    A state over no position at all has lse -inf, and its output may be anything. Source: arXiv:2205.14135, sec. 3.1.
+    """
+    lse = torch.logaddexp(a[1], b[1])
+    merged = sum(
+        torch.where(part[..., None] == float("-inf"), 0.0, out * (part - lse).exp()[..., None]) for out, part in (a, b)
+    )
+    assert isinstance(merged, torch.Tensor)
+    return merged, lse
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """Source: arXiv:1606.08415, sec. 2, the approximation by tanh."""
+    return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
 def rotate(x_TXD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from pagoda.kernels.interface import AttentionBatch
+from pagoda.kernels.blocks import attention_block, feed_forward_block
+from pagoda.kernels.interface import (
+    Activation,
+    AttentionBatch,
+    AttentionKind,
+    AttentionWeights,
+    FeedForwardWeights,
+)
 from pagoda.kernels.reference import rotate
 
 QUERY_TILE = 256
@@ -40,6 +47,7 @@ class TorchPlan:
     num_decodes: int
     decode_block_ids: torch.Tensor
     """Flattened, padded block table of the decoding requests."""
+    decode_lens_B: torch.Tensor
     decode_shortest: int
     """Positions that every decoding request has."""
     decode_unused_BS: torch.Tensor
@@ -49,10 +57,32 @@ class TorchPlan:
     tiles: tuple[_PrefillTile, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class TorchWeight:
+    """A weight as it was loaded."""
+
+    weight_OI: torch.Tensor
+    bias_O: torch.Tensor | None
+    activation: Activation | None = None
+
+
 class TorchOperators:
     """Implements `Operators` for any torch device."""
 
     name = "torch"
+
+    def pack(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> TorchWeight:
+        return TorchWeight(weight_OI, bias_O)
+
+    def linear(self, x_TI: torch.Tensor, weight: TorchWeight) -> torch.Tensor:
+        return F.linear(x_TI, weight.weight_OI, weight.bias_O)
+
+    def pack_gated(self, gate_up_FI: torch.Tensor, bias_F: torch.Tensor | None, activation: Activation) -> TorchWeight:
+        return TorchWeight(gate_up_FI, bias_F, activation)
+
+    def gated_linear(self, x_TI: torch.Tensor, weight: TorchWeight) -> torch.Tensor:
+        gate_TF, up_TF = self.linear(x_TI, weight).chunk(2, dim=-1)
+        return (F.silu(gate_TF) if weight.activation == "silu" else F.gelu(gate_TF, approximate="tanh")) * up_TF
 
     def plan(self, batch: AttentionBatch, block_size: int, dtype: torch.dtype) -> TorchPlan:
         slots = batch.slot_mapping_T
@@ -81,6 +111,7 @@ class TorchOperators:
             write_offset_T=slots % block_size,
             num_decodes=num_decodes,
             decode_block_ids=table.flatten().long(),
+            decode_lens_B=batch.seq_lens_B[:num_decodes],
             decode_shortest=shortest,
             decode_unused_BS=unused_BS,
             decode_mask_B11S=mask,
@@ -104,12 +135,14 @@ class TorchOperators:
         cache_N2PKD[:, 1][plan.write_block_T, plan.write_offset_T] = v_TKD
         return rotate(q_THD, cos_TD, sin_TD)
 
-    def attend(self, q_THD: torch.Tensor, cache_N2PKD: torch.Tensor, plan: TorchPlan, scale: float) -> torch.Tensor:
+    def attend(
+        self, q_THD: torch.Tensor, cache_N2PKD: torch.Tensor, plan: TorchPlan, kind: AttentionKind
+    ) -> torch.Tensor:
         out_THD = torch.empty_like(q_THD)
         if plan.num_decodes:
-            out_THD[: plan.num_decodes] = _decode(q_THD[: plan.num_decodes], cache_N2PKD, plan, scale)
+            out_THD[: plan.num_decodes] = _decode(q_THD[: plan.num_decodes], cache_N2PKD, plan, kind)
         for tile in plan.tiles:
-            out_THD[tile.start : tile.end] = _prefill(q_THD[tile.start : tile.end], cache_N2PKD, tile, scale)
+            out_THD[tile.start : tile.end] = _prefill(q_THD[tile.start : tile.end], cache_N2PKD, tile, kind)
         return out_THD
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -117,18 +150,37 @@ class TorchOperators:
 
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total_TE = residual_TE + x_TE
-        return self.rms_norm(total_TE, weight_E.float(), eps).to(x_TE.dtype), total_TE
+    ) -> torch.Tensor:
+        residual_TE += x_TE
+        return self.rms_norm(residual_TE, weight_E.float(), eps).to(x_TE.dtype)
 
-    def silu_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up_TF.chunk(2, dim=-1)
-        return F.silu(gate) * up
+    def attention_block(
+        self,
+        x_TE: torch.Tensor,
+        residual_TE: torch.Tensor,
+        weights: AttentionWeights[TorchWeight],
+        cos_TD: torch.Tensor,
+        sin_TD: torch.Tensor,
+        cache_N2PKD: torch.Tensor,
+        plan: TorchPlan,
+    ) -> torch.Tensor:
+        return attention_block(self, x_TE, residual_TE, weights, cos_TD, sin_TD, cache_N2PKD, plan)
+
+    def feed_forward_block(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weights: FeedForwardWeights[TorchWeight]
+    ) -> torch.Tensor:
+        return feed_forward_block(self, x_TE, residual_TE, weights)
 
     def copy_blocks(self, cache_NL2PKD: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
         if pairs:
             sources, destinations = torch.tensor(pairs, device=cache_NL2PKD.device).unbind(1)
             cache_NL2PKD[destinations] = cache_NL2PKD[sources]
+
+    def gather_blocks(self, cache_NL2PKD: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
+        return cache_NL2PKD[torch.tensor(block_ids, dtype=torch.long, device=cache_NL2PKD.device)]
+
+    def scatter_blocks(self, cache_NL2PKD: torch.Tensor, block_ids: list[int], blocks: torch.Tensor) -> None:
+        cache_NL2PKD[torch.tensor(block_ids, dtype=torch.long, device=cache_NL2PKD.device)] = blocks
 
 
 def _prefill_tiles(batch: AttentionBatch, block_size: int, dtype: torch.dtype) -> list[_PrefillTile]:
@@ -156,7 +208,7 @@ def _prefill_tiles(batch: AttentionBatch, block_size: int, dtype: torch.dtype) -
     return tiles
 
 
-def _decode(q_BHD: torch.Tensor, cache_N2PKD: torch.Tensor, plan: TorchPlan, scale: float) -> torch.Tensor:
+def _decode(q_BHD: torch.Tensor, cache_N2PKD: torch.Tensor, plan: TorchPlan, kind: AttentionKind) -> torch.Tensor:
     num_heads, head_size = q_BHD.shape[1:]
     num_kv_heads = cache_N2PKD.shape[3]
     kv = []
@@ -166,22 +218,48 @@ def _decode(q_BHD: torch.Tensor, cache_N2PKD: torch.Tensor, plan: TorchPlan, sca
         # Unused slots may hold NaN, which a zero weight does not cancel.
         x_BSKD[:, plan.decode_shortest :].masked_fill_(plan.decode_unused_BS[:, :, None, None], 0)
         kv.append(x_BSKD.transpose(1, 2))
+    mask = plan.decode_mask_B11S
+    if kind.window:
+        own_B1 = plan.decode_lens_B[:, None] - 1
+        hidden_BS = _is_outside_window(own_B1, torch.arange(kv[0].shape[2], device=own_B1.device), kind)
+        mask = _masked(mask, hidden_BS[:, None, None], q_BHD.dtype)
     q_BKGD = q_BHD.view(plan.num_decodes, num_kv_heads, num_heads // num_kv_heads, head_size)
-    out_BKGD = F.scaled_dot_product_attention(q_BKGD, kv[0], kv[1], attn_mask=plan.decode_mask_B11S, scale=scale)
-    return out_BKGD.reshape(plan.num_decodes, num_heads, head_size)
+    return _attention(q_BKGD, kv[0], kv[1], mask, kind).reshape(plan.num_decodes, num_heads, head_size)
 
 
-def _prefill(q_QHD: torch.Tensor, cache_N2PKD: torch.Tensor, tile: _PrefillTile, scale: float) -> torch.Tensor:
-    num_kv_heads = cache_N2PKD.shape[3]
+def _prefill(q_QHD: torch.Tensor, cache_N2PKD: torch.Tensor, tile: _PrefillTile, kind: AttentionKind) -> torch.Tensor:
     k_1KSD, v_1KSD = (
         cache_N2PKD[:, part][tile.block_ids_M].flatten(0, 1)[: tile.seq_len].transpose(0, 1)[None] for part in (0, 1)
     )
-    out_1HQD = F.scaled_dot_product_attention(
-        q_QHD.transpose(0, 1)[None],
-        k_1KSD,
-        v_1KSD,
-        attn_mask=tile.mask_QS,
-        scale=scale,
-        enable_gqa=q_QHD.shape[1] != num_kv_heads,
-    )
-    return out_1HQD[0].transpose(0, 1)
+    mask = tile.mask_QS
+    if kind.window:
+        positions_S = torch.arange(tile.seq_len, device=q_QHD.device)
+        hidden_QS = _is_outside_window(positions_S[tile.seq_len - len(q_QHD) :, None], positions_S, kind)
+        mask = _masked(mask, hidden_QS, q_QHD.dtype)
+    return _attention(q_QHD.transpose(0, 1)[None], k_1KSD, v_1KSD, mask, kind)[0].transpose(0, 1)
+
+
+def _is_outside_window(own: torch.Tensor, positions: torch.Tensor, kind: AttentionKind) -> torch.Tensor:
+    return (positions <= own - kind.window) & (positions >= kind.num_sinks)
+
+
+def _masked(mask: torch.Tensor | None, is_hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    hidden = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device).masked_fill_(is_hidden, float("-inf"))
+    return hidden if mask is None else hidden + mask
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, kind: AttentionKind
+) -> torch.Tensor:
+    """Of [.., heads, rows, D] over [.., KV heads, S, D]."""
+    num_kv_heads = k.shape[1]
+    if not kind.soft_cap:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=kind.scale, enable_gqa=q.shape[1] != num_kv_heads
+        )
+    k, v = (x.repeat_interleave(q.shape[1] // num_kv_heads, dim=1) for x in (k, v))
+    scores = (q.float() @ k.float().transpose(-1, -2)) * (kind.scale / kind.soft_cap)
+    scores = scores.tanh() * kind.soft_cap
+    if mask is not None:
+        scores += mask
+    return scores.softmax(-1).to(v.dtype) @ v

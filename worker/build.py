@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     if device.type == "cpu" and config.fake_step_s is None:
         _check_memory(num_blocks * spec.block_bytes, sum(path.stat().st_size for path in files))
     with torch.device("meta"):
-        check_weights(LlamaModel(model, operators_for(torch.device("meta"))).checkpoint_views(), files)
+        check_weights(LlamaModel(model, operators_for(torch.device("meta"), torch.float32)).checkpoint_views(), files)
     return EnginePlan(model, files, device, dtype_name, spec, num_blocks, limits)
 
 
@@ -104,7 +105,10 @@ def build_engine(
     if config.fake_step_s is not None:
         executor = FakeRunner(step_s=config.fake_step_s, vocab_size=plan.model.vocab_size)
     else:
-        executor = _load(plan, progress)
+        # In a thread that ends: OpenMP keeps a team for every thread that has used it, and as soon as there are more
+        # threads than cores, all of them stop spinning between two loops. The engine's thread shall have the only one.
+        with ThreadPoolExecutor(1) as loading:
+            executor = loading.submit(_load, plan, progress).result()
     logger.info(
         "%s: %d layers, %s on %s; KV cache of %d blocks, %d tokens, %.2f GiB",
         config.model_path.name,
@@ -139,7 +143,7 @@ def build_engine(
 
 
 def _load(plan: EnginePlan, progress: Progress) -> Runner:
-    ops = operators_for(plan.device)
+    ops = operators_for(plan.device, plan.dtype)
     with default_dtype(plan.dtype), plan.device:
         model = LlamaModel(plan.model, ops)
         cache_NL2PKD = torch.zeros(

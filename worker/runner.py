@@ -26,7 +26,7 @@ class Runner:
     def __init__(
         self,
         model: LlamaModel,
-        ops: Operators[Any],
+        ops: Operators[Any, Any],
         cache_NL2PKD: torch.Tensor,
         batch: InputBatch,
     ) -> None:

@@ -18,7 +18,20 @@ CPUINFO = (
     "processor\t: 0\nmodel name\t: Fast CPU\nflags\t\t: fpu avx2 avx512f avx512bw avx512vl {more}\n\nprocessor\t: 1\n"
 )
 MEMINFO = f"MemTotal:       {16 * GIB_IN_KIB} kB\nMemFree:  1 kB\nMemAvailable:   {8 * GIB_IN_KIB} kB\n"
-NAMES = ["Python", "CPU", "cores", "memory", "torch", "GPU", "Triton", "Ray", "HAProxy", "gRPC", "model cache"]
+NAMES = "Python,CPU,cores,memory,torch,kernels,GPU,Triton,Ray,HAProxy,gRPC,model cache".split(",")
+    "Python",
+    "CPU",
+    "cores",
+    "memory",
+    "torch",
+    "kernels",
+    "GPU",
+    "Triton",
+    "Ray",
+    "HAProxy",
+    "gRPC",
+    "model cache",
+]
 
 
 def examine(tmp_path: Path, port: int) -> list[Finding]:
@@ -30,6 +43,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs speed, and what to install is said."""
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    finding = doctor.check_cpu_kernels()
+    assert finding.status == "warning"
+    assert "c++" in finding.found
+    assert finding.advice is not None
+    assert "g++" in finding.advice
 
 
 # -- the command ---------------------------------------------------------------------------------

@@ -1,0 +1,294 @@
+"""The operators of the C++ kernels. Checks shapes and strides, hands over pointers.
+
+Dimensions as in `interface.py`. What a request gets does not depend on what else is in its batch, on how its prompt was
+cut into steps, or on the number of threads: every sum has one fixed order.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagoda.kernels.cpu.library import (
+    AttentionArguments,
+    AttentionBlock,
+    FeedForwardBlock,
+    Functions,
+    LinearArguments,
+    RopeArguments,
+)
+from pagoda.kernels.interface import (
+    Activation,
+    AttentionBatch,
+    AttentionKind,
+    AttentionWeights,
+    FeedForwardWeights,
+)
+from pagoda.kernels.torch_ops import TorchOperators
+
+PANEL = 32
+"""Columns of a packed panel, as in panel.h."""
+_ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight in panels, with the arguments of its product filled in but for x and the result."""
+
+    num_in: int
+    num_out: int
+    arguments: LinearArguments
+    address: int
+    run: Any
+    memory: tuple[torch.Tensor | None, ...]
+    """What the arguments point at."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlan:
+    """One step: the arguments that are the same in all layers."""
+
+    attention: AttentionArguments
+    rope: RopeArguments
+    memory: tuple[torch.Tensor, ...]
+    """What the arguments point at."""
+
+
+class CpuOperators:
+    """Implements `Operators` on the CPU for bfloat16 and float32."""
+
+    def __init__(self, functions: dict[torch.dtype, Functions], *, instruction_set: str, num_threads: int) -> None:
+        """`functions` are those of a library for `instruction_set`, by dtype."""
+        self.name = f"cpu-{instruction_set}"
+        self._functions = functions
+        self._num_threads = num_threads
+        self._blocks = TorchOperators()
+
+    def pack(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> PackedWeight:
+        panels, bias = self._panels(weight_OI, gated=False), None
+        if bias_O is not None:
+            bias = torch.zeros(-(-len(bias_O) // PANEL) * PANEL)
+            bias[: len(bias_O)] = bias_O
+        return self._packed(weight_OI, panels, bias, num_out=len(weight_OI), activation=0)
+
+    def pack_gated(self, gate_up_FI: torch.Tensor, bias_F: torch.Tensor | None, activation: Activation) -> PackedWeight:
+        num_out = len(gate_up_FI) // 2
+        panels, bias = self._panels(gate_up_FI, gated=True), None
+        if bias_F is not None:
+            half = PANEL // 2
+            padded = torch.zeros(2, -(-num_out // half) * half)
+            padded[:, :num_out] = bias_F.view(2, num_out)
+            bias = padded.view(2, -1, half).transpose(0, 1).flatten()
+        return self._packed(gate_up_FI, panels, bias, num_out=num_out, activation=_ACTIVATIONS[activation])
+
+    def linear(self, x_TI: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        num_rows, num_in = x_TI.shape
+        if num_in != weight.num_in or x_TI.stride(1) != 1:
+            x_TI = _padded(x_TI, weight.num_in)
+        out_TO = x_TI.new_empty((num_rows, weight.num_out))
+        arguments = weight.arguments
+        arguments.x = x_TI.data_ptr()
+        arguments.rows = num_rows
+        arguments.x_stride = x_TI.stride(0)
+        arguments.out = out_TO.data_ptr()
+        weight.run(weight.address, self._num_threads)
+        return out_TO
+
+    def gated_linear(self, x_TI: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        return self.linear(x_TI, weight)
+
+    def plan(self, batch: AttentionBatch, block_size: int, dtype: torch.dtype) -> CpuPlan:
+        del dtype
+        table_BM, start, lens_B = (
+            tensor.int().contiguous() for tensor in (batch.block_table_BM, batch.query_start_loc, batch.seq_lens_B)
+        )
+        slots_T = batch.slot_mapping_T.long().contiguous()
+        attention = AttentionArguments(
+            block_table=table_BM.data_ptr(),
+            query_start=start.data_ptr(),
+            seq_lens=lens_B.data_ptr(),
+            requests=len(lens_B),
+            block_size=block_size,
+            table_stride=table_BM.shape[1],
+        )
+        rope = RopeArguments(slots=slots_T.data_ptr(), tokens=len(slots_T), block_size=block_size)
+        return CpuPlan(attention, rope, (table_BM, start, lens_B, slots_T))
+
+    def rope_kv_write(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        cos_TD: torch.Tensor,
+        sin_TD: torch.Tensor,
+        cache_N2PKD: torch.Tensor,
+        plan: CpuPlan,
+    ) -> torch.Tensor:
+        q_THD, k_TKD, v_TKD = map(_whole_heads, (q_THD, k_TKD, v_TKD))
+        arguments = plan.rope
+        arguments.q, arguments.k, arguments.v = q_THD.data_ptr(), k_TKD.data_ptr(), v_TKD.data_ptr()
+        _, arguments.heads, arguments.size = q_THD.shape
+        arguments.kv_heads = k_TKD.shape[1]
+        arguments.q_stride, arguments.k_stride, arguments.v_stride = q_THD.stride(0), k_TKD.stride(0), v_TKD.stride(0)
+        arguments.cos, arguments.sin = cos_TD.data_ptr(), sin_TD.data_ptr()
+        arguments.cache, arguments.block_stride = cache_N2PKD.data_ptr(), cache_N2PKD.stride(0)
+        self._functions[q_THD.dtype].rope_kv_write(ctypes.addressof(arguments), self._num_threads)
+        return q_THD
+
+    def attend(
+        self, q_THD: torch.Tensor, cache_N2PKD: torch.Tensor, plan: CpuPlan, kind: AttentionKind
+    ) -> torch.Tensor:
+        q_THD = _whole_heads(q_THD)
+        out_THD = q_THD.new_empty(q_THD.shape)
+        arguments = plan.attention
+        arguments.q, arguments.q_stride, arguments.out = q_THD.data_ptr(), q_THD.stride(0), out_THD.data_ptr()
+        _, arguments.heads, arguments.size = q_THD.shape
+        arguments.kv_heads = cache_N2PKD.shape[3]
+        arguments.cache, arguments.block_stride = cache_N2PKD.data_ptr(), cache_N2PKD.stride(0)
+        arguments.scale, arguments.soft_cap = kind.scale, kind.soft_cap
+        arguments.window, arguments.sinks = kind.window, kind.num_sinks
+        self._functions[q_THD.dtype].attend(ctypes.addressof(arguments), self._num_threads)
+        return out_THD
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        size = x.shape[-1]
+        self._functions[x.dtype].rms_norm(
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, self._num_threads
+        )
+        return out
+
+    def add_rms_norm(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        out_TE = torch.empty_like(x_TE)
+        num_rows, size = x_TE.shape
+        self._functions[x_TE.dtype].add_rms_norm(
+            x_TE.data_ptr(),
+            residual_TE.data_ptr(),
+            weight_E.data_ptr(),
+            out_TE.data_ptr(),
+            num_rows,
+            size,
+            eps,
+            self._num_threads,
+        )
+        return out_TE
+
+    def attention_block(
+        self,
+        x_TE: torch.Tensor,
+        residual_TE: torch.Tensor,
+        weights: AttentionWeights[PackedWeight],
+        cos_TD: torch.Tensor,
+        sin_TD: torch.Tensor,
+        cache_N2PKD: torch.Tensor,
+        plan: CpuPlan,
+    ) -> torch.Tensor:
+        num_rows, hidden_size = x_TE.shape
+        qkv, output, kind = weights.qkv, weights.output, weights.kind
+        scratch = x_TE.new_empty(num_rows * (hidden_size + qkv.num_out + output.num_in))
+        attention, rope = plan.attention, plan.rope
+        attention.heads, attention.kv_heads, attention.size = weights.num_heads, *cache_N2PKD.shape[3:]
+        attention.scale, attention.soft_cap = kind.scale, kind.soft_cap
+        attention.window, attention.sinks = kind.window, kind.num_sinks
+        attention.cache = rope.cache = cache_N2PKD.data_ptr()
+        attention.block_stride = rope.block_stride = cache_N2PKD.stride(0)
+        rope.cos, rope.sin = cos_TD.data_ptr(), sin_TD.data_ptr()
+        q_norm_D, k_norm_D = weights.q_norm_D, weights.k_norm_D
+        block = AttentionBlock(
+            x_TE.data_ptr(),
+            residual_TE.data_ptr(),
+            weights.norm_E.data_ptr(),
+            None if q_norm_D is None else q_norm_D.data_ptr(),
+            None if k_norm_D is None else k_norm_D.data_ptr(),
+            qkv.address,
+            output.address,
+            ctypes.addressof(rope),
+            ctypes.addressof(attention),
+            scratch.data_ptr(),
+            x_TE.data_ptr(),
+            num_rows,
+            hidden_size,
+            weights.eps,
+        )
+        self._functions[x_TE.dtype].attention_block(ctypes.addressof(block), self._num_threads)
+        return x_TE
+
+    def feed_forward_block(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weights: FeedForwardWeights[PackedWeight]
+    ) -> torch.Tensor:
+        num_rows, hidden_size = x_TE.shape
+        scratch = x_TE.new_empty(num_rows * (hidden_size + weights.gate_up.num_out))
+        block = FeedForwardBlock(
+            x_TE.data_ptr(),
+            residual_TE.data_ptr(),
+            weights.norm_E.data_ptr(),
+            weights.gate_up.address,
+            weights.down.address,
+            scratch.data_ptr(),
+            x_TE.data_ptr(),
+            num_rows,
+            hidden_size,
+            weights.eps,
+        )
+        self._functions[x_TE.dtype].feed_forward_block(ctypes.addressof(block), self._num_threads)
+        return x_TE
+
+    def copy_blocks(self, cache_NL2PKD: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+        self._blocks.copy_blocks(cache_NL2PKD, pairs)
+
+    def gather_blocks(self, cache_NL2PKD: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
+        return self._blocks.gather_blocks(cache_NL2PKD, block_ids)
+
+    def scatter_blocks(self, cache_NL2PKD: torch.Tensor, block_ids: list[int], blocks: torch.Tensor) -> None:
+        self._blocks.scatter_blocks(cache_NL2PKD, block_ids, blocks)
+
+    def _panels(self, weight_OI: torch.Tensor, *, gated: bool) -> torch.Tensor:
+        weight_OI = _padded(weight_OI, weight_OI.shape[1])
+        num_columns, depth = weight_OI.shape
+        half = PANEL // 2
+        num_panels = -(-(num_columns // 2) // half) if gated else -(-num_columns // PANEL)
+        panels = weight_OI.new_empty(num_panels * PANEL * depth)
+        functions = self._functions[weight_OI.dtype]
+        pack = functions.pack_gated if gated else functions.pack
+        pack(
+            weight_OI.data_ptr(),
+            num_columns // 2 if gated else num_columns,
+            depth,
+            panels.data_ptr(),
+            self._num_threads,
+        )
+        return panels
+
+    def _packed(
+        self,
+        weight_OI: torch.Tensor,
+        panels: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        num_out: int,
+        activation: int,
+    ) -> PackedWeight:
+        num_in = weight_OI.shape[1] + weight_OI.shape[1] % 2
+        arguments = LinearArguments(
+            depth=num_in,
+            panels=panels.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            columns=num_out,
+            activation=activation,
+        )
+        run = self._functions[weight_OI.dtype].linear
+        return PackedWeight(num_in, num_out, arguments, ctypes.addressof(arguments), run, (panels, bias))
+
+
+def _padded(x_TI: torch.Tensor, num_in: int) -> torch.Tensor:
+    """With an even number of columns, contiguous: bfloat16 is multiplied in pairs."""
+    return torch.nn.functional.pad(x_TI, (0, num_in % 2 or num_in - x_TI.shape[1])).contiguous()
+
+
+def _whole_heads(x_THD: torch.Tensor) -> torch.Tensor:
+    """Each token's heads in one run of memory; the tokens may be apart."""
+    return x_THD if x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2] else x_THD.contiguous()

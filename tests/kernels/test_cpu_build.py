@@ -1,0 +1,116 @@
+"""Building the C++ kernels: once, again when something changes, and what happens where it cannot be done."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagoda.kernels.cpu import build
+from pagoda.kernels.cpu.build import BuildError, library, supported_instruction_sets
+from pagoda.kernels.cpu.operators import CpuOperators
+from pagoda.kernels.dispatch import operators_for
+from pagoda.kernels.torch_ops import TorchOperators
+
+PORTABLE = build.INSTRUCTION_SETS[-1]
+
+
+@pytest.fixture
+def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in for the kernels: a header and a file that compile in no time."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "number.h").write_text("constexpr int NUMBER = 1;\n")
+    (folder / "kernels.cpp").write_text('#include "number.h"\nextern "C" int number() { return NUMBER; }\n')
+    monkeypatch.setattr(build, "SOURCES", folder)
+    return folder
+
+
+def test_what_is_built_stays(small_sources: Path, tmp_path: Path) -> None:
+    """The second call compiles nothing, also if other workers make it."""
+    del small_sources
+    assert not build.is_built(PORTABLE, tmp_path)
+    path = library(PORTABLE, tmp_path)
+    assert build.is_built(PORTABLE, tmp_path)
+    before = path.stat()
+    assert library(PORTABLE, tmp_path) == path
+    assert (path.stat().st_mtime_ns, path.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+
+
+def test_changed_sources_are_built_anew(small_sources: Path, tmp_path: Path) -> None:
+    """A header counts as much as the file that includes it."""
+    first = library(PORTABLE, tmp_path)
+    (small_sources / "number.h").write_text("constexpr int NUMBER = 2;\n")
+    assert not build.is_built(PORTABLE, tmp_path)
+    assert library(PORTABLE, tmp_path) != first
+
+
+def test_workers_that_start_together_build_once(tmp_path: Path) -> None:
+    """Two processes at once: both get a whole library, and nothing else is left lying about."""
+    script = f"""
+from pathlib import Path
+from pagoda.kernels.cpu import build
+print(build.library(build.INSTRUCTION_SETS[-1], Path({str(tmp_path)!r})))
+"""
+    processes = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    paths = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert len(paths) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"lock", Path(paths.pop()).name}
+
+
+def test_what_does_not_compile_is_said(small_sources: Path, tmp_path: Path) -> None:
+    """The first error of the compiler, and no half a library."""
+    (small_sources / "kernels.cpp").write_text("int broken() { return nothing; }\n")
+    with pytest.raises(BuildError, match="nothing"):
+        library(PORTABLE, tmp_path)
+    assert not list(tmp_path.glob("*.so"))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BuildError, match="file"):
+        library(PORTABLE, tmp_path / "file")
+
+
+def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """With one warning, that names what is missing."""
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(operators_for(torch.device("cpu"), torch.bfloat16), TorchOperators)
+    assert ["c++" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_which_operators_serve() -> None:
+    """The C++ kernels on the CPU for the types they know, with torch's number of threads; torch's for all else."""
+    for dtype in (torch.float32, torch.bfloat16):
+        operators = operators_for(torch.device("cpu"), dtype)
+        assert isinstance(operators, CpuOperators)
+        assert operators.name == f"cpu-{supported_instruction_sets()[0].name}"
+    assert isinstance(operators_for(torch.device("cpu"), torch.float16), TorchOperators)
+    assert isinstance(operators_for(torch.device("meta"), torch.float32), TorchOperators)
+
+
+@pytest.mark.parametrize(
+    ("flags", "best"),
+    [
+        (set(), "portable"),
+        ({"avx2", "fma", "bmi2", "f16c"}, "avx2"),
+        ({"avx2", "fma", "bmi2", "f16c", "avx512f", "avx512_bf16"}, "avx2"),
+        ({*build.INSTRUCTION_SETS[1].cpu_flags}, "avx512"),
+        ({*build.INSTRUCTION_SETS[0].cpu_flags, "more"}, "avx512bf16"),
+    ],
+)
+def test_the_best_that_a_cpu_can_do(flags: set[str], best: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what the CPU lists in full; the portable kernels run anywhere."""
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(flags))
+    assert supported_instruction_sets()[0].name == best
+    assert supported_instruction_sets()[-1].name == "portable"
+
+
+def test_one_openmp_in_the_process() -> None:
+    """A second one would bring threads of its own, and both would fight for the cores."""
+    operators_for(torch.device("cpu"), torch.float32)
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    assert len({line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line}) == 1

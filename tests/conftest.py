@@ -1,4 +1,4 @@
-"""Settings for all tests. As it lies here, tests can import `fakes`."""
+"""Settings for all tests. As it lies here, tests can import what lies beside it, such as `fakes`."""
 
 from hypothesis import settings
 

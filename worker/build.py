@@ -157,16 +157,21 @@ def _load(plan: EnginePlan, progress: Progress) -> Runner:
 
 def _check_memory(cache_bytes: int, weight_bytes: int) -> None:
     """Memory that is asked for and is not there ends in the kernel's killer, long after the start."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return
-    fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    if cache_bytes + weight_bytes > available:
+    available = _available_bytes()
+    if available is not None and cache_bytes + weight_bytes > available:
         raise ConfigError(
             f"memory_bytes: {cache_bytes / GIB:.1f} GiB of KV cache and {weight_bytes / GIB:.1f} GiB of weights "
             f"are more than the {available / GIB:.1f} GiB of memory that are available"
         )
+
+
+def _available_bytes() -> int | None:
+    """Memory that can be had without swapping; None where the system does not tell."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _device(name: str) -> torch.device:

@@ -5,6 +5,7 @@ What the API answers is tested without a cluster; here is what only the cluster 
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -253,6 +254,15 @@ def test_bad_request(
     error = response.json()["error"]
     assert (error["param"], error["code"]) == (param, code)
     assert http.post(COMPLETIONS, json=short()).status_code == 200
+
+
+def test_nothing_is_logged_by_default(service: Service, http: httpx.Client) -> None:
+    """Neither good requests nor bad ones: there are only the command's own lines about how far it is."""
+    assert http.post(COMPLETIONS, json=short()).status_code == 200
+    assert http.post(COMPLETIONS, json=short(n=0)).status_code == 400
+    lines = service.log.read_text().splitlines()
+    assert len(lines) == 3
+    assert all(re.match(r"\[ *\d+\.\d s\] (starting Ray|loading|endless is served at)", line) for line in lines)
 
 
 def test_overload(http: httpx.Client) -> None:

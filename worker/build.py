@@ -11,7 +11,7 @@ import torch
 from pagoda.kernels.dispatch import operators_for
 from pagoda.worker.block_hash import HashDomain
 from pagoda.worker.block_pool import BlockPool
-from pagoda.worker.config import GIB, EngineConfig, EngineLimits
+from pagoda.worker.config import DTYPES, GIB, EngineConfig, EngineLimits
 from pagoda.worker.engine import Engine
 from pagoda.worker.errors import ConfigError, ModelError
 from pagoda.worker.executor import Executor
@@ -28,7 +28,7 @@ from pagoda.worker.weights import Progress, check_weights, checkpoint_files, loa
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = ("bfloat16", "float16", "float32")
+_COMPUTE_DTYPES = tuple(dtype for dtype in DTYPES if dtype != "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,9 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     model = ModelConfig.from_folder(config.model_path)
     files = checkpoint_files(config.model_path)
     dtype_name = model.dtype if config.dtype == "auto" else config.dtype
-    if dtype_name not in _DTYPES:
-        raise ModelError(
-            f"{config.model_path}: dtype {dtype_name} is not supported; choose one of {', '.join(_DTYPES)}"
-        )
+    if dtype_name not in _COMPUTE_DTYPES:
+        choices = ", ".join(_COMPUTE_DTYPES)
+        raise ModelError(f"{config.model_path}: dtype {dtype_name} is not supported; choose one of {choices}")
     spec = KVCacheSpec(
         groups=(KVCacheGroup("full", model.num_layers),),
         block_size=config.cache.block_size,

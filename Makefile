@@ -2,21 +2,26 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-MODEL := smollm2-135m
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/pip install --disable-pip-version-check --progress-bar off --constraint constraints.txt
+# Of what pip says: downloads of 100 MB and more, and what it installs.
+TELL := sed -un '/^ *Downloading.*([0-9]\{3,\}\.[0-9] MB)/p; /^Installing/p'
 
-.PHONY: setup lint type test serve proto bench bench-engine bench-tokenize clean
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+
+.PHONY: setup lint type test serve proto bench bench-engine bench-tokenize bench-serving clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make serve         set up and serve $(MODEL) on http://127.0.0.1:8000/v1"
+	@echo "make serve         set up and serve a small model on http://127.0.0.1:8000/v1"
 	@echo "make test          set up, lint, check types and imports, run every test"
 	@echo "make setup         only set up, in $(VENV)"
 	@echo "make lint type     only these checks"
 	@echo "make proto         regenerate the modules of proto/*.proto"
-	@echo "make bench-tokenize  measure what the token cache saves; writes build/bench/tokenize.json"
-	@echo "make bench-serving measure what HTTP, Serve and gRPC cost; writes build/bench/serving.json"
 	@echo "make bench-engine  measure the engine's own overheads; writes build/bench/engine.json"
+	@echo "make bench-tokenize  what the token cache saves; writes build/bench/tokenize.json"
+	@echo "make bench-serving   what HTTP, Serve and gRPC cost; writes build/bench/serving.json"
 
 setup: $(STAMP)
 
@@ -24,9 +29,10 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Pagoda needs Python 3.11 or newer, this is " + sys.version)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pagoda.kernels.cpu.build
+	@echo "Setting up $(VENV), which takes minutes"
+	@$(PIP) torch | $(TELL)
+	@$(PIP) --editable '.[dev]' | $(TELL)
+	@$(BIN)/python -m pagoda.kernels.cpu.build
 	touch $(STAMP)
 
 lint: $(STAMP)
@@ -38,11 +44,11 @@ type: $(STAMP)
 	$(BIN)/mypy
 
 test: lint type
-	$(BIN)/pagoda model fetch $(MODEL)
+	$(BIN)/pagoda model fetch
 	OMP_WAIT_POLICY=passive $(BIN)/pytest   # threads that wait for each other give way to who works
 
 serve: $(STAMP)
-	$(BIN)/pagoda serve --model $(MODEL) --port 8000
+	$(BIN)/pagoda serve
 
 proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src --grpc_python_out=src src/pagoda/proto/*.proto
@@ -52,15 +58,12 @@ bench: bench-engine bench-tokenize
 bench-engine: $(STAMP)
 	$(BIN)/python tests/bench/bench_engine.py
 
-bench-tokenize: $(STAMP)
-	$(BIN)/python tests/bench/bench_tokenize.py
-
 bench-serving: $(STAMP)
-	$(BIN)/pagoda model fetch $(MODEL)
+	$(BIN)/pagoda model fetch
 	$(BIN)/python tests/bench/bench_serving.py
 
 bench-tokenize: $(STAMP)
-	$(BIN)/pagoda model fetch $(MODEL)
+	$(BIN)/pagoda model fetch
 	$(BIN)/python tests/bench/bench_tokenize.py
 
 clean:

@@ -9,7 +9,7 @@ from pagoda.cluster.logs import LogLevel, log_through_serve
 from pagoda.worker.async_engine import AsyncEngine
 from pagoda.worker.config import EngineConfig
 from pagoda.worker.errors import InvalidRequestError, OverloadedError, PagodaError
-from pagoda.worker.scheduler import SchedulerStats
+from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.server import WorkerServer
 from pagoda.worker.types import Request
 

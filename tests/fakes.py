@@ -11,7 +11,8 @@ from pagoda.worker.block_hash import BlockHash, hash_blocks
 from pagoda.worker.block_pool import BlockKey, BlockPool
 from pagoda.worker.config import EngineLimits, SchedulerConfig
 from pagoda.worker.kv_manager import KVManager
-from pagoda.worker.scheduler import Scheduler, SchedulerStats
+from pagoda.worker.scheduler import Scheduler
+from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.types import (
     FinishReason,
     ModelRunnerOutput,

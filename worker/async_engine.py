@@ -7,7 +7,7 @@ from pagoda.worker.build import build_engine
 from pagoda.worker.config import EngineConfig, EngineLimits
 from pagoda.worker.engine import Engine
 from pagoda.worker.metrics import WorkerMetrics
-from pagoda.worker.scheduler import SchedulerStats
+from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.types import Request, RequestId, SequenceOutput
 from pagoda.worker.weights import Progress
 

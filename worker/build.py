@@ -12,7 +12,7 @@ import torch
 from pagoda.kernels.dispatch import operators_for
 from pagoda.worker.block_hash import HashDomain
 from pagoda.worker.block_pool import BlockPool
-from pagoda.worker.config import GIB, EngineConfig, EngineLimits
+from pagoda.worker.config import DTYPES, GIB, EngineConfig, EngineLimits
 from pagoda.worker.engine import Engine
 from pagoda.worker.errors import ConfigError, ModelError
 from pagoda.worker.executor import Executor
@@ -29,7 +29,7 @@ from pagoda.worker.weights import Progress, check_weights, checkpoint_files, loa
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = ("bfloat16", "float16", "float32")
+_COMPUTE_DTYPES = tuple(dtype for dtype in DTYPES if dtype != "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,9 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     model = ModelConfig.from_folder(config.model_path)
     files = checkpoint_files(config.model_path)
     dtype_name = model.dtype if config.dtype == "auto" else config.dtype
-    if dtype_name not in _DTYPES:
-        raise ModelError(
-            f"{config.model_path}: dtype {dtype_name} is not supported; choose one of {', '.join(_DTYPES)}"
-        )
+    if dtype_name not in _COMPUTE_DTYPES:
+        choices = ", ".join(_COMPUTE_DTYPES)
+        raise ModelError(f"{config.model_path}: dtype {dtype_name} is not supported; choose one of {choices}")
     spec = KVCacheSpec(
         groups=(KVCacheGroup("full", model.num_layers),),
         block_size=config.cache.block_size,
@@ -161,16 +160,21 @@ def _load(plan: EnginePlan, progress: Progress) -> Runner:
 
 def _check_memory(cache_bytes: int, weight_bytes: int) -> None:
     """Memory that is asked for and is not there ends in the kernel's killer, long after the start."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return
-    fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    if cache_bytes + weight_bytes > available:
+    available = _available_bytes()
+    if available is not None and cache_bytes + weight_bytes > available:
         raise ConfigError(
             f"memory_bytes: {cache_bytes / GIB:.1f} GiB of KV cache and {weight_bytes / GIB:.1f} GiB of weights "
             f"are more than the {available / GIB:.1f} GiB of memory that are available"
         )
+
+
+def _available_bytes() -> int | None:
+    """Memory that can be had without swapping; None where the system does not tell."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _device(name: str) -> torch.device:

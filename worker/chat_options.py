@@ -20,6 +20,7 @@ RESERVED_KWARGS = frozenset(
         "return_dict",
         "return_tensors",
         "sanitize_control_tokens",
+        "self",
         "tokenize",
         "tokenizer_kwargs",
         "tools",

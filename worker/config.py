@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pagoda.worker.errors import ConfigError
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 GIB = 2**30
 
 
@@ -73,8 +74,8 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
-            raise ConfigError(f"dtype must be auto, bfloat16, float16 or float32, got {self.dtype!r}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.max_model_len is not None:
             require_in_range("max_model_len", self.max_model_len, 2, 2**24)
         if self.num_threads is not None:

@@ -17,7 +17,8 @@ from pagoda.worker.block_hash import BlockHash, HashDomain
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.errors import EngineStoppedError, IntegrityError, InvalidRequestError, OverloadedError
 from pagoda.worker.executor import Executor
-from pagoda.worker.scheduler import Scheduler, SchedulerStats
+from pagoda.worker.scheduler import Scheduler
+from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.types import (
     MAX_PROMPT_LOGPROBS,
     MAX_SEED,

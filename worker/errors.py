@@ -9,6 +9,14 @@ PagodaError
 └── IntegrityError        our own bookkeeping is wrong; stops the replica
 """
 
+MAX_QUOTED = 500
+"""Characters of a client's own words that are said back to it: an answer, or a log line, is not megabytes."""
+
+
+def shortened(text: str) -> str:
+    """At most `MAX_QUOTED` characters of the text; an ellipsis tells that there was more."""
+    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 1] + "…"
+
 
 class PagodaError(Exception):
     """Base of all errors raised on purpose."""
@@ -28,7 +36,7 @@ class InvalidRequestError(PagodaError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(field, message)
         self.field = field
-        self.message = message
+        self.message = shortened(message)
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}"

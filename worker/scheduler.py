@@ -19,55 +19,26 @@ Rules that hold at all times:
 """
 
 from bisect import insort
-from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from pagoda.worker.block_hash import BlockHash
 from pagoda.worker.config import EngineLimits, SchedulerConfig
 from pagoda.worker.errors import IntegrityError
-from pagoda.worker.kv_manager import KVManager, MissReason
-from pagoda.worker.sequence import Sequence, SequenceState
+from pagoda.worker.kv_manager import KVManager
+from pagoda.worker.scheduler_stats import SchedulerStats
+from pagoda.worker.sequence import Sequence, SequenceState, samples_of
 from pagoda.worker.types import (
     FinishReason,
     ModelRunnerOutput,
-    NewSequence,
     Request,
     RequestId,
     SchedulerOutput,
     SequenceId,
     SequenceOutput,
-    TokenLogprobs,
 )
+from pagoda.worker.waiting_queue import WaitingQueue
 
 _ORDER = attrgetter("order")
-_SEED_STRIDE = 0x9E3779B97F4A7C15
-_SEED_MASK = 2**63 - 1
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counts since the start, and sizes now."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_preemptions: int = 0
-    num_preempted_tokens: int = 0
-    """Computed tokens that preemption threw away."""
-    num_computed_tokens: int = 0
-    """Tokens put through the model."""
-    num_prompt_tokens: int = 0
-    """Prompt tokens of admitted sequences."""
-    num_cached_tokens: int = 0
-    """Of these, tokens that a cached or shared block spared."""
-    num_queried_tokens: int = 0
-    """Prompt tokens looked up in the cache: all but those that a sample shares with another one. Each is a hit or a
-    miss. A sequence that comes back from preemption does not count again."""
-    num_hit_tokens: int = 0
-    num_missed_tokens: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
-    num_blocks: int = 0
-    num_held_blocks: int = 0
-    """Blocks that sequences hold."""
 
 
 class Scheduler:
@@ -90,9 +61,7 @@ class Scheduler:
         self._requests: dict[RequestId, list[Sequence]] = {}
         self._running: list[Sequence] = []
         """In order: who goes first, first."""
-        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
-        """A heap. Sequences that ended while waiting are dropped when they surface."""
-        self._num_waiting = 0
+        self._waiting = WaitingQueue()
         self._dropped: list[SequenceId] = []
         self._arrivals = 0
         self._step = 0
@@ -103,7 +72,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return self._waiting.num_sequences
 
     def has_work(self) -> bool:
         return bool(self._sequences)
@@ -113,27 +82,19 @@ class Scheduler:
         if request.request_id in self._requests:
             raise IntegrityError(f"request {request.request_id} is here already")
         self._arrivals += 1
-        room = self.limits.max_model_len - len(request.prompt_token_ids)
-        max_tokens = room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
-        parent = None
-        samples = []
-        for index in range(request.sampling.n):
-            sequence = Sequence(
-                request,
-                index,
-                arrival=self._arrivals,
-                seed=(seed + index * _SEED_STRIDE) & _SEED_MASK,
-                max_tokens=max_tokens,
-                eos_token_ids=self.eos_token_ids,
-                hash_root=hash_root,
-                block_size=self.manager.block_size,
-                parent=parent,
-            )
-            parent = parent or sequence
-            samples.append(sequence)
-            self._sequences[sequence.sequence_id] = sequence
-            self._push_waiting(sequence)
+        samples = samples_of(
+            request,
+            arrival=self._arrivals,
+            seed=seed,
+            max_model_len=self.limits.max_model_len,
+            eos_token_ids=self.eos_token_ids,
+            hash_root=hash_root,
+            block_size=self.manager.block_size,
+        )
         self._requests[request.request_id] = samples
+        for sequence in samples:
+            self._sequences[sequence.sequence_id] = sequence
+            self._waiting.push(sequence)
 
     def abort(self, request_id: RequestId, index: int | None = None) -> list[SequenceOutput]:
         """End what is left of a request, or of one of its samples.
@@ -173,15 +134,14 @@ class Scheduler:
             token_id = sampled.get(sequence_id)
             if token_id is None:
                 if prompt_logprobs:
-                    outputs.append(self._output(sequence, (), prompt_logprobs=prompt_logprobs))
+                    outputs.append(sequence.output((), prompt_logprobs=prompt_logprobs))
                 continue
             reason = sequence.append(token_id)
             if reason is not None:
                 self._finish(sequence, reason)
             logprobs = result.logprobs.get(sequence_id)
             outputs.append(
-                self._output(
-                    sequence,
+                sequence.output(
                     (token_id,),
                     logprobs=() if logprobs is None else (logprobs,),
                     prompt_logprobs=prompt_logprobs,
@@ -200,13 +160,11 @@ class Scheduler:
         ]
 
     def snapshot(self) -> SchedulerStats:
-        """A copy of the counters, with the queue lengths as they are."""
+        """A copy of the counters, with the sizes as they are."""
         pool = self.manager.pool
-        return replace(
-            self.stats,
-            num_running=len(self._running),
-            num_waiting=self._num_waiting,
-            num_missed_tokens=self.stats.num_missed_tokens.copy(),
+        return self.stats.snapshot(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
             num_blocks=pool.num_blocks,
             num_held_blocks=pool.num_blocks - pool.num_free,
         )
@@ -214,8 +172,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless queues, states and blocks agree."""
         self.manager.check_integrity()
-        waiting = [sequence for _, sequence in self._waiting if sequence.state is SequenceState.WAITING]
-        if len(waiting) != self._num_waiting or len(waiting) + len(self._running) != len(self._sequences):
+        self._waiting.check_integrity()
+        if self.num_waiting + self.num_running != len(self._sequences):
             raise IntegrityError("a sequence is in no queue or in two")
         if self._running != sorted(self._running, key=_ORDER) or len(self._running) > self.config.max_num_seqs:
             raise IntegrityError("the running queue is out of order or too long")
@@ -232,7 +190,7 @@ class Scheduler:
 
     def _make_room_for_urgent(self) -> None:
         """Let a waiting sequence of better priority take the place of the last running one, one per step."""
-        head = self._peek_waiting()
+        head = self._waiting.peek()
         if head is None or not self._running or head.order[0] >= self._running[-1].order[0]:
             return
         is_full = len(self._running) >= self.config.max_num_seqs
@@ -280,23 +238,21 @@ class Scheduler:
 
     def _admit(self, plan: SchedulerOutput, budget: int) -> None:
         """Start waiting sequences in order while blocks, slots and budget last."""
-        passed: list[tuple[tuple[int, int, int], Sequence]] = []
-        while budget > 0 and len(self._running) < self.config.max_num_seqs and len(passed) < self.config.max_num_seqs:
-            sequence = self._peek_waiting()
+        limit = self.config.max_num_seqs
+        while budget > 0 and len(self._running) < limit and self._waiting.num_passed < limit:
+            sequence = self._waiting.peek()
             if sequence is None:
                 break
             if self._must_wait(sequence):
-                passed.append(heappop(self._waiting))
+                self._waiting.pass_over()
                 continue
             num_shared = self._start(plan, sequence)
             if num_shared is None:
                 break
-            heappop(self._waiting)
-            self._num_waiting -= 1
+            self._waiting.pop()
             self._run(plan, sequence, num_shared)
             budget -= self._schedule_chunk(plan, sequence, budget)
-        for entry in passed:
-            heappush(self._waiting, entry)
+        self._waiting.restore()
 
     def _must_wait(self, sequence: Sequence) -> bool:
         """Whether a sample's parent has yet to compute the prompt that they share."""
@@ -326,16 +282,11 @@ class Scheduler:
                 return None
             num_found = num_shared = hit.num_blocks * block_size
             if sequence.num_preemptions == 0:
-                self._count_lookup(sequence, min(num_found, sequence.num_tokens - 1))
+                num_hit_tokens = min(num_found, sequence.num_tokens - 1)
+                self.stats.count_lookup(num_hit_tokens, self.manager.misses(sequence, num_hit_tokens))
         # The last token is always computed: its logits are what the next one is sampled from.
         sequence.num_computed_tokens = min(num_found, sequence.num_tokens - 1)
         return num_shared
-
-    def _count_lookup(self, sequence: Sequence, num_hit_tokens: int) -> None:
-        self.stats.num_queried_tokens += sequence.num_prompt_tokens
-        self.stats.num_hit_tokens += num_hit_tokens
-        for reason, num_tokens in self.manager.misses(sequence, num_hit_tokens).items():
-            self.stats.num_missed_tokens[reason] += num_tokens
 
     def _run(self, plan: SchedulerOutput, sequence: Sequence, num_shared_tokens: int) -> None:
         sequence.state = SequenceState.RUNNING
@@ -343,33 +294,18 @@ class Scheduler:
         insort(self._running, sequence, key=_ORDER)
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed_tokens
-            self.stats.num_prompt_tokens += sequence.num_prompt_tokens
-            self.stats.num_cached_tokens += sequence.num_cached_tokens
-        plan.new.append(
-            NewSequence(
-                sequence_id=sequence.sequence_id,
-                token_ids=tuple(sequence.token_ids),
-                num_output_tokens=sequence.num_output_tokens,
-                num_computed_tokens=sequence.num_computed_tokens,
-                num_shared_tokens=num_shared_tokens,
-                block_tables=self.manager.table(sequence).block_ids,
-                sampling=sequence.request.sampling,
-                seed=sequence.seed,
-                eos_token_ids=sequence.eos_token_ids,
-                next_prompt_logprob=sequence.next_prompt_logprob,
-            )
-        )
+            self.stats.count_start(sequence.num_prompt_tokens, sequence.num_cached_tokens)
+        plan.new.append(sequence.start(self.manager.table(sequence).block_ids, num_shared_tokens))
 
     # -- ends and queues -------------------------------------------------------------------------
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.stats.num_preemptions += 1
-        self.stats.num_preempted_tokens += sequence.num_computed_tokens
+        self.stats.count_preemption(sequence.num_computed_tokens)
         sequence.num_preemptions += 1
         self._stop_running(sequence)
         sequence.num_computed_tokens = 0
         sequence.state = SequenceState.WAITING
-        self._push_waiting(sequence)
+        self._waiting.push(sequence)
 
     def _finish(
         self,
@@ -382,49 +318,16 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING:
             self._stop_running(sequence)
         else:
-            self._num_waiting -= 1
+            self._waiting.discard(sequence)
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
         del self._sequences[sequence.sequence_id]
         samples = self._requests[sequence.request.request_id]
         if all(sample.state is SequenceState.FINISHED for sample in samples):
             del self._requests[sequence.request.request_id]
-        return self._output(sequence, (), error=error)
+        return sequence.output((), error=error)
 
     def _stop_running(self, sequence: Sequence) -> None:
         self.manager.free(sequence)
         self._running.remove(sequence)
         self._dropped.append(sequence.sequence_id)
-
-    def _output(
-        self,
-        sequence: Sequence,
-        token_ids: tuple[int, ...],
-        *,
-        error: str | None = None,
-        logprobs: tuple[TokenLogprobs, ...] = (),
-        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
-    ) -> SequenceOutput:
-        return SequenceOutput(
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            token_ids=token_ids,
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-            error=error,
-            num_cached_tokens=sequence.num_cached_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
-
-    def _push_waiting(self, sequence: Sequence) -> None:
-        heappush(self._waiting, (sequence.order, sequence))
-        self._num_waiting += 1
-        if len(self._waiting) > 2 * self._num_waiting + 64:
-            self._waiting = [entry for entry in self._waiting if entry[1].state is SequenceState.WAITING]
-            heapify(self._waiting)
-
-    def _peek_waiting(self) -> Sequence | None:
-        while self._waiting and self._waiting[0][1].state is not SequenceState.WAITING:
-            heappop(self._waiting)
-        return self._waiting[0][1] if self._waiting else None

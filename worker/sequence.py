@@ -8,7 +8,10 @@ WAITING --admit--> RUNNING --finish--> FINISHED
 from enum import Enum
 
 from pagoda.worker.block_hash import BlockHash, extend_hashes
-from pagoda.worker.types import FinishReason, Request, SequenceId
+from pagoda.worker.types import FinishReason, NewSequence, Request, SequenceId, SequenceOutput, TokenLogprobs
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+_SEED_MASK = 2**63 - 1
 
 
 class SequenceState(Enum):
@@ -110,6 +113,73 @@ class Sequence:
                 return FinishReason.STOP
         return FinishReason.LENGTH if num_output_tokens >= self.max_tokens else None
 
+    def start(self, block_tables: tuple[tuple[int, ...], ...], num_shared_tokens: int) -> NewSequence:
+        """What a rank must know to run it; of its blocks, the first `num_shared_tokens` are not its own."""
+        return NewSequence(
+            sequence_id=self.sequence_id,
+            token_ids=tuple(self.token_ids),
+            num_output_tokens=self.num_output_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            num_shared_tokens=num_shared_tokens,
+            block_tables=block_tables,
+            sampling=self.request.sampling,
+            seed=self.seed,
+            eos_token_ids=self.eos_token_ids,
+            next_prompt_logprob=self.next_prompt_logprob,
+        )
+
+    def output(
+        self,
+        token_ids: tuple[int, ...],
+        *,
+        error: str | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> SequenceOutput:
+        """What its client is told of a step; the end, once it has one, included."""
+        return SequenceOutput(
+            request_id=self.request.request_id,
+            index=self.index,
+            token_ids=token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=error,
+            num_cached_tokens=self.num_cached_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
     def _extend_hashes(self) -> None:
         if self.hash_root is not None:
             extend_hashes(self.block_hashes, self.hash_root, self.token_ids, self.block_size)
+
+
+def samples_of(
+    request: Request,
+    *,
+    arrival: int,
+    seed: int,
+    max_model_len: int,
+    eos_token_ids: frozenset[int],
+    hash_root: BlockHash | None,
+    block_size: int,
+) -> list[Sequence]:
+    """A validated request's samples, each with a seed of its own. The later ones share the first one's prompt."""
+    room = max_model_len - len(request.prompt_token_ids)
+    max_tokens = room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
+    samples: list[Sequence] = []
+    for index in range(request.sampling.n):
+        samples.append(
+            Sequence(
+                request,
+                index,
+                arrival=arrival,
+                seed=(seed + index * _SEED_STRIDE) & _SEED_MASK,
+                max_tokens=max_tokens,
+                eos_token_ids=eos_token_ids,
+                hash_root=hash_root,
+                block_size=block_size,
+                parent=samples[0] if samples else None,
+            )
+        )
+    return samples

@@ -6,7 +6,7 @@ import click
 
 from pagoda.cluster.commands.options import model_cache_option
 from pagoda.cluster.commands.progress import show_progress
-from pagoda.worker.model_store import KNOWN_MODELS, ModelStore
+from pagoda.worker.model_store import DEFAULT_MODEL, KNOWN_MODELS, ModelStore
 
 
 @click.group()
@@ -15,10 +15,12 @@ def model() -> None:
 
 
 @model.command()
-@click.argument("name")
+@click.argument("name", default=DEFAULT_MODEL)
 @model_cache_option
 def fetch(name: str, model_cache: Path) -> None:
     """Make the model NAME ready: a known name, or a Hugging Face repository as ORGANISATION/NAME.
+
+    Without a name, the model that is served by default.
 
     Safe to interrupt and to repeat. A model that is here already is checked, and fetched again if it is damaged.
     """

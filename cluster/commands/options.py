@@ -7,18 +7,16 @@ from typing import Any
 import click
 
 from pagoda.cluster.commands.progress import show_progress
-from pagoda.worker.config import GIB, CacheConfig, EngineConfig, SchedulerConfig, require_in_range
-from pagoda.worker.model_store import ModelStore
+from pagoda.worker.config import DTYPES, GIB, CacheConfig, EngineConfig, SchedulerConfig, require_in_range
+from pagoda.worker.model_store import DEFAULT_MODEL, DEFAULT_STORE, ModelStore
 from pagoda.worker.tokenizer import check_tokenizer
-
-DEFAULT_MODEL = "smollm2-135m"
 
 
 def model_cache_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--model-cache",
         type=click.Path(file_okay=False, path_type=Path),
-        default=Path.home() / ".cache" / "pagoda" / "models",
+        default=DEFAULT_STORE,
         envvar="PAGODA_MODEL_CACHE",
         show_envvar=True,
         help="Folder of fetched models.",
@@ -33,7 +31,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         model_cache_option,
         click.option(
             "--dtype",
-            type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+            type=click.Choice(DTYPES),
             default="auto",
             help="Type to compute in; auto takes the checkpoint's.",
         ),

@@ -28,6 +28,7 @@ from pagoda.worker.config import EngineLimits, SchedulerConfig
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.kv_manager import KVManager
 from pagoda.worker.metrics import WorkerMetrics
+from pagoda.worker.model_store import DEFAULT_MODEL
 from pagoda.worker.scheduler import Scheduler
 from pagoda.worker.types import (
     ModelRunnerOutput,
@@ -43,7 +44,6 @@ OUTPUT = Path("build/bench/engine.json")
 BLOCK_SIZE = 16
 CONTEXT = 1000
 NUM_STEPS = 400
-MODEL = "smollm2-135m"
 START_LIMIT_S = 180.0
 
 
@@ -131,7 +131,7 @@ def serve_to_first_token_s() -> float:
         port = probe.getsockname()[1]
     pagoda = Path(sys.executable).with_name("pagoda")
     begin = time.perf_counter()
-    server = subprocess.Popen([pagoda, "serve", "--model", MODEL, "--port", str(port)])
+    server = subprocess.Popen([pagoda, "serve", "--model", DEFAULT_MODEL, "--port", str(port)])
     try:
         return _wait_for(lambda: _ask(port), server) - begin
     finally:
@@ -140,7 +140,7 @@ def serve_to_first_token_s() -> float:
 
 
 def _ask(port: int) -> None:
-    body = {"model": MODEL, "prompt": "Once", "max_tokens": 1, "stream": True}
+    body = {"model": DEFAULT_MODEL, "prompt": "Once", "max_tokens": 1, "stream": True}
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=60) as answer:
         assert answer.readline().startswith(b"data: {")

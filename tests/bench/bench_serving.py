@@ -18,11 +18,10 @@ from service import Service, Stream, serve
 
 from pagoda.worker.async_engine import AsyncEngine
 from pagoda.worker.config import EngineConfig, SchedulerConfig
-from pagoda.worker.model_store import ModelStore
+from pagoda.worker.model_store import DEFAULT_MODEL, DEFAULT_STORE, ModelStore
 from pagoda.worker.types import Request, RequestId, SamplingParams, SequenceOutput
 
 OUTPUT = Path("build/bench/serving.json")
-MODEL = "smollm2-135m"
 NUM_STREAMS = 32
 STEP_S = 0.02
 LOAD_S = 15
@@ -76,11 +75,11 @@ def p99_gap_ms(streams: list[Stream]) -> float:
 async def overhead() -> dict[str, float]:
     """The service with a model that costs nothing."""
     num_tokens = round(LOAD_S / STEP_S)
-    config = EngineConfig(ModelStore(Path.home() / ".cache/pagoda/models").path_of(MODEL), fake_step_s=STEP_S)
+    config = EngineConfig(ModelStore(DEFAULT_STORE).path_of(DEFAULT_MODEL), fake_step_s=STEP_S)
     engine = AsyncEngine(config, progress=lambda *_: None)
     bare = [await offline(engine, num_tokens // 3, seed) for seed in range(NUM_REPEATS)]
     engine.shutdown()
-    with serve(MODEL, "--fake-step-s", str(STEP_S)) as service:
+    with serve(DEFAULT_MODEL, "--fake-step-s", str(STEP_S)) as service:
         await over_http(service, 50, seed=99)
         say(f"idle for {IDLE_S} s")
         before, begin = service.cpu_s(), time.perf_counter()
@@ -103,14 +102,14 @@ async def overhead() -> dict[str, float]:
 
 async def http_over_offline() -> dict[str, float]:
     """The service with the real model against the engine alone, one after the other on the same cores."""
-    path = ModelStore(Path.home() / ".cache/pagoda/models").path_of(MODEL)
+    path = ModelStore(DEFAULT_STORE).path_of(DEFAULT_MODEL)
     engine = AsyncEngine(
         EngineConfig(path, scheduler=SchedulerConfig(max_num_seqs=NUM_STREAMS)), progress=lambda *_: None
     )
     say("the real model, offline")
     alone = [tokens_per_s(await offline(engine, NUM_REAL_TOKENS, s), NUM_REAL_TOKENS) for s in range(NUM_REPEATS + 1)]
     engine.shutdown()
-    with serve(MODEL, "--max-num-seqs", str(NUM_STREAMS)) as service:
+    with serve(DEFAULT_MODEL, "--max-num-seqs", str(NUM_STREAMS)) as service:
         say("the real model, over HTTP")
         http = [
             tokens_per_s(await over_http(service, NUM_REAL_TOKENS, s), NUM_REAL_TOKENS) for s in range(NUM_REPEATS + 1)

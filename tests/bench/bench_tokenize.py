@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from pagoda.worker.model_store import ModelStore
+from pagoda.worker.model_store import DEFAULT_MODEL, DEFAULT_STORE, ModelStore
 from pagoda.worker.tokenizer import Tokenizer
 
 OUTPUT = Path("build/bench/tokenize.json")
@@ -53,7 +53,7 @@ def decode_pair_us(tokenizer: Tokenizer, ids: list[int]) -> float:
 
 
 def main() -> None:
-    folder = ModelStore(Path.home() / ".cache" / "pagoda" / "models").fetch("smollm2-135m", progress=lambda *_: None)
+    folder = ModelStore(DEFAULT_STORE).fetch(DEFAULT_MODEL, progress=lambda *_: None)
     turns = prompts()
     plain, cached = [], []
     for _ in tqdm(range(NUM_RUNS), desc=f"{NUM_TURNS} turns", file=sys.stderr):

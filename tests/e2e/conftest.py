@@ -1,11 +1,7 @@
-"""The real model, and a count of near-ties at the end of the run. As it lies here, tests can import `oracle`."""
-
-from pathlib import Path
+"""A count of near-ties at the end of the run. As it lies here, tests can import `oracle`."""
 
 import pytest
 from oracle import NEAR_TIE, Comparisons
-
-from pagoda.worker.model_store import ModelStore
 
 COMPARISONS = pytest.StashKey[Comparisons]()
 
@@ -27,9 +23,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(scope="session")
 def comparisons(pytestconfig: pytest.Config) -> Comparisons:
     return pytestconfig.stash[COMPARISONS]
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct; fetched once for this machine."""
-    return ModelStore(Path.home() / ".cache" / "pagoda" / "models").fetch("smollm2-135m", progress=lambda *_: None)

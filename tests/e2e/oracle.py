@@ -17,7 +17,7 @@ import torch
 
 from pagoda.worker.build import build_engine
 from pagoda.worker.config import CacheConfig, EngineConfig, SchedulerConfig
-from pagoda.worker.scheduler import SchedulerStats
+from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.types import FinishReason, Request, RequestId, SamplingParams, SequenceOutput
 
 NEAR_TIE = 1e-4

@@ -23,7 +23,7 @@ MESSAGES = [pb.Message(role="user", content="Hello")]
 def service(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("models")
     model = write_tiny_model(folder / MODEL, tokenizer_from=tiny, max_position=100_000)
-    with pagoda_serve(model, folder) as service:
+    with pagoda_serve(model, folder, "--log-level", "info") as service:
         service.wait_until_it_says(f"{MODEL} is served at")
         yield service
 
@@ -117,6 +117,19 @@ def test_bad_requests_name_the_field(inference: Any, fields: dict[str, Any], cod
     found, details = status_of(lambda: generate(inference, **fields))
     assert (found, details[: len(says)]) == (code, says)
     assert generate(inference, sampling=pb.Sampling(max_tokens=1))
+
+
+def test_clients_mistake_leaves_no_stack_trace(service: Service, inference: Any) -> None:
+    """Serve writes two for whatever a method raises, unless it is kept from that.
+
+    Lines take a while to arrive, but in order: once that of the last request is here, those before it are.
+    """
+    for fields in ({"model": "other"}, {"sampling": pb.Sampling(n=0)}):
+        status_of(lambda fields=fields: generate(inference, **fields))  # type: ignore[misc]
+    status_of(lambda: inference.Tokenize(pb.TokenizeRequest(model="other"), timeout=DEADLINE_S))
+    httpx.post(f"http://127.0.0.1:{service.port}/v1/none-such", timeout=DEADLINE_S)
+    service.wait_until_it_says("/v1/none-such' 404")
+    assert "Traceback" not in service.log.read_text()
 
 
 def test_chat_without_messages_or_with_an_unknown_role(inference: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from local_server import DEADLINE_S, LocalServer, serve_locally, tiny_engine_config, wait_until
+from tiny_model import write_tiny_model
 
 from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
 from pagoda.worker.config import CacheConfig, SchedulerConfig
@@ -66,6 +67,20 @@ def test_invalid_utf8(server: LocalServer) -> None:
     answer = server.http.post(COMPLETIONS, content=b'{"model": "tiny", "prompt": "\xff\xfe"}')
     assert answer.status_code == 400
     assert "JSON" in answer.json()["error"]["message"]
+
+
+def test_messages_that_the_template_refuses(tmp_path: Path) -> None:
+    """This model's template raises for a system message that is not the first; the client hears it, streamed or not."""
+    with serve_locally(tiny_engine_config(write_tiny_model(tmp_path)), model_name=MODEL) as server:
+        messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
+        for stream in (False, True):
+            body = {"model": MODEL, "messages": messages, "stream": stream, "max_tokens": 1}
+            answer = server.http.post("/v1/chat/completions", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "messages")
+            assert error["message"].endswith("the model's chat template refuses them: system comes first")
+        good = {"model": MODEL, "messages": messages[:1], "max_tokens": 1}
+        assert server.http.post("/v1/chat/completions", json=good).status_code == 200
 
 
 def test_two_hundred_connections_at_once(server: LocalServer) -> None:

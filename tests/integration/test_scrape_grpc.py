@@ -15,7 +15,7 @@ from pagoda.cluster.ingress.metrics import IngressMetrics
 from pagoda.cluster.ingress.sessions import WorkerEndpoint, WorkerSessions
 from pagoda.proto import metrics_pb2, metrics_pb2_grpc
 from pagoda.worker.metrics import WorkerMetrics
-from pagoda.worker.scheduler import SchedulerStats
+from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.server import WorkerServer
 
 

@@ -5,12 +5,13 @@ What the API answers is tested without a cluster; here is what only the cluster 
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +27,9 @@ from tiny_model import write_tiny_model
 PAGODA = Path(sys.executable).with_name("pagoda")
 MODEL = "endless"
 START_DEADLINE_S = 120.0
+ODD_ENVIRONMENT = {"RAY_ADDRESS": "127.0.0.1:1", "OMP_WAIT_POLICY": "active"}
+"""What a user's shell may hold, and the service must not heed: a cluster, here one that does not even run, and a policy
+of torch's threads."""
 ENDLESS = 500_000
 """Tokens that nobody waits for: minutes, where a test waits for seconds."""
 MAX_NUM_WAITING = 8
@@ -73,14 +77,18 @@ class Service:
 
 
 @contextmanager
-def pagoda_serve(model: Path, folder: Path, *options: str, port: int | None = None) -> Iterator[Service]:
+def pagoda_serve(
+    model: Path, folder: Path, *options: str, port: int | None = None, environment: Mapping[str, str] | None = None
+) -> Iterator[Service]:
     """Run the command with its standard error in a file. Whatever is left at the end of the block is killed."""
     port, grpc_port = port or free_port(), free_port()
     log = folder / f"serve-{port}-{time.monotonic_ns()}.log"
     ports = ["--port", str(port), "--grpc-port", str(grpc_port)]
     command = [PAGODA, "serve", "--model", model, *ports, "--kv-cache-gib", "0.3", *options]
     with log.open("wb") as errors:
-        process = subprocess.Popen(command, stdout=errors, stderr=errors, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=errors, stderr=errors, start_new_session=True, env=os.environ | (environment or {})
+        )
     service = Service(process, port, grpc_port, log)
     try:
         yield service
@@ -116,7 +124,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
 def service(endless: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Two workers that run one sequence each; so two endless requests leave no room for any other."""
     options = ("--workers", "2", "--max-num-seqs", "1", "--max-num-waiting", str(MAX_NUM_WAITING), "--drain-s", "5")
-    with pagoda_serve(endless, tmp_path_factory.mktemp("logs"), *options) as service:
+    with pagoda_serve(endless, tmp_path_factory.mktemp("logs"), *options, environment=ODD_ENVIRONMENT) as service:
         service.wait_until_it_says(f"{MODEL} is served at http://127.0.0.1:{service.port}/v1")
         yield service
 
@@ -147,6 +155,27 @@ def last_event_of(response: httpx.Response) -> dict[str, Any]:
     assert done == "[DONE]"
     body: dict[str, Any] = json.loads(event)
     return body
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def environment_of(process: int) -> dict[str, str]:
+    variables = Path(f"/proc/{process}/environ").read_bytes().decode().split("\0")
+    return dict(variable.split("=", 1) for variable in variables if "=" in variable)
+
+
+def test_cluster_of_the_environment_is_not_joined(service: Service) -> None:
+    """Only `--ray-address` names a cluster to serve on. Without it, whatever RAY_ADDRESS says, one is started here."""
+    assert environment_of(service.process.pid)["RAY_ADDRESS"] == ODD_ENVIRONMENT["RAY_ADDRESS"]
+    assert len(service.processes("raylet/raylet")) == 1
+
+
+def test_threads_of_workers_give_way(service: Service) -> None:
+    """Threads that spin while they wait for each other would take the cores that the ingress needs."""
+    workers = set(service.processes("ServeReplica:workers:Worker")) - set(service.processes("WorkersRoot"))
+    assert len(workers) == 2
+    assert [environment_of(worker)["OMP_WAIT_POLICY"] for worker in workers] == ["passive"] * 2
 
 
 # -- answers -------------------------------------------------------------------------------------
@@ -227,6 +256,15 @@ def test_bad_request(
     assert http.post(COMPLETIONS, json=short()).status_code == 200
 
 
+def test_nothing_is_logged_by_default(service: Service, http: httpx.Client) -> None:
+    """Neither good requests nor bad ones: there are only the command's own lines about how far it is."""
+    assert http.post(COMPLETIONS, json=short()).status_code == 200
+    assert http.post(COMPLETIONS, json=short(n=0)).status_code == 400
+    lines = service.log.read_text().splitlines()
+    assert len(lines) == 3
+    assert all(re.match(r"\[ *\d+\.\d s\] (starting Ray|loading|endless is served at)", line) for line in lines)
+
+
 def test_overload(http: httpx.Client) -> None:
     """A worker's refusal arrives as such: its status, when to try again, one line, nothing of how we are built."""
     with ExitStack() as stack:
@@ -284,9 +322,14 @@ def test_worker_that_dies_is_replaced(service: Service, http: httpx.Client) -> N
 # -- starting and stopping -----------------------------------------------------------------------
 
 
+def run_serve(*options: str | Path) -> subprocess.CompletedProcess[str]:
+    """A `pagoda serve` that must end by itself, and soon."""
+    return subprocess.run([PAGODA, "serve", *options], capture_output=True, text=True, timeout=60, check=False)
+
+
 def run_pagoda_serve(*options: str | Path) -> str:
     """What a `pagoda serve` that must fail says; it must not have started Ray."""
-    result = subprocess.run([PAGODA, "serve", *options], capture_output=True, text=True, timeout=60, check=False)
+    result = run_serve(*options)
     assert result.returncode == 1
     assert "Ray" not in result.stderr
     return result.stderr
@@ -301,6 +344,19 @@ def test_port_in_use(service: Service, endless: Path) -> None:
 def test_model_path_that_does_not_exist(tmp_path: Path) -> None:
     said = run_pagoda_serve("--model", tmp_path / "missing", "--port", str(free_port()))
     assert said == f"Error: {tmp_path / 'missing'}: not a Hugging Face model folder: it has no config.json\n"
+
+
+def test_ray_cluster_that_does_not_answer(endless: Path) -> None:
+    """Ray itself would look for it for minutes, deaf to Ctrl-C. The port is taken, and nobody listens."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        ports = ("--port", str(free_port()), "--grpc-port", str(free_port()))
+        result = run_serve("--model", endless, *ports, "--kv-cache-gib", "0.3", "--ray-address", address)
+    assert result.returncode == 1
+    *_, last = result.stderr.splitlines()
+    assert last.startswith(f"Error: ray_address: {address} does not answer: ")
+    assert "Traceback" not in result.stderr
 
 
 def test_terminate_lets_requests_finish(service: Service, http: httpx.Client) -> None:

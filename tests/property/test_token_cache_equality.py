@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from pagoda.worker.model_store import DEFAULT_MODEL, DEFAULT_STORE
 from pagoda.worker.text_encoder import TextEncoder
 from pagoda.worker.token_cache import TokenCache
 
@@ -80,9 +80,9 @@ def word_piece() -> Tokenizer:
 
 
 def smollm2() -> Tokenizer:
-    path = Path.home() / ".cache" / "pagoda" / "models" / "smollm2-135m" / "tokenizer.json"
+    path = DEFAULT_STORE / DEFAULT_MODEL / "tokenizer.json"
     if not path.is_file():
-        pytest.skip("smollm2-135m is not fetched")
+        pytest.skip(f"{DEFAULT_MODEL} is not fetched")
     return Tokenizer.from_file(str(path))
 
 

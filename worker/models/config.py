@@ -1,7 +1,7 @@
 """What a Hugging Face `config.json` says about a decoder, checked before anything is loaded."""
 
 import json
-import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,10 @@ class ModelConfig:
         """Read `config.json` and `generation_config.json`. Raises `ModelError` naming file and key."""
         path = folder / "config.json"
         raw = _read_json(path)
-        eos_token_ids = _eos_token_ids(folder, raw)
+        eos_token_ids = _eos_token_ids(path, raw)
+        generation_path = folder / "generation_config.json"
+        if generation_path.exists():  # which chat models extend
+            eos_token_ids |= _eos_token_ids(generation_path, _read_json(generation_path))
         try:
             return _parse(raw, eos_token_ids)
         except KeyError as error:
@@ -82,7 +85,7 @@ def _parse(raw: dict[str, Any], eos_token_ids: frozenset[int]) -> ModelConfig:
         head_size=hidden_size // num_heads if raw.get("head_dim") is None else _size(raw, "head_dim"),
         vocab_size=vocab_size,
         max_position=_max_position(raw, is_qwen=is_qwen),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_positive(raw, "rms_norm_eps", 1e-6),
         rope=_rope(raw),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -91,26 +94,41 @@ def _parse(raw: dict[str, Any], eos_token_ids: frozenset[int]) -> ModelConfig:
         mlp_bias=bool(raw.get("mlp_bias", False)) and not is_qwen,
         qk_norm=architecture == "Qwen3ForCausalLM",
         # An id that the vocabulary lacks is never sampled, so it ends nothing.
-        eos_token_ids=frozenset(token_id for token_id in eos_token_ids if token_id < vocab_size),
+        eos_token_ids=frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size),
     )
 
 
 def _size(raw: dict[str, Any], key: str) -> int:
     value = raw[key]
-    if not isinstance(value, int) or value < 1:
+    if not _is_integer(value) or value < 1:
         raise ModelError(f"{key}: must be a positive integer, got {value!r}")
-    return value
+    size: int = value
+    return size
+
+
+def _positive(raw: dict[str, Any], key: str, default: float | None = None) -> float:
+    """A finite number above zero; JSON as Python reads it has NaN and Infinity too."""
+    value = raw.get(key)
+    if value is None:
+        if default is None:
+            raise KeyError(key)
+        return default
+    if not (_is_integer(value) or isinstance(value, float)) or not 0 < value <= sys.float_info.max:
+        raise ModelError(f"{key}: must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _is_integer(value: object) -> bool:
+    """To Python, true and false are integers too."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _max_position(raw: dict[str, Any], *, is_qwen: bool) -> int:
     """Up to a sliding window's length, windowed and full attention are the same; longer contexts are refused."""
-    max_position = int(raw.get("max_position_embeddings") or 2048)
-    if max_position < 1:
-        raise ModelError(f"max_position_embeddings: must be at least 1, got {max_position}")
-    window = raw.get("sliding_window")
-    if window is None or (is_qwen and not raw.get("use_sliding_window", False)):
+    max_position = 2048 if raw.get("max_position_embeddings") is None else _size(raw, "max_position_embeddings")
+    if raw.get("sliding_window") is None or (is_qwen and not raw.get("use_sliding_window", False)):
         return max_position
-    return min(max_position, int(window))
+    return min(max_position, _size(raw, "sliding_window"))
 
 
 def _rope(raw: dict[str, Any]) -> RopeConfig:
@@ -121,28 +139,29 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in SUPPORTED_ROPE:
         raise ModelError(f"rope_type: {kind} is not supported; supported: {', '.join(SUPPORTED_ROPE)}")
-    if float(raw.get("partial_rotary_factor") or scaling.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ModelError("partial_rotary_factor: only 1.0 is supported")
-    rope = RopeConfig(
-        theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        kind=kind,
-        factor=float(scaling["factor"]) if kind != "default" else 1.0,
-        low_freq_factor=float(scaling["low_freq_factor"]) if kind == "llama3" else 1.0,
-        high_freq_factor=float(scaling["high_freq_factor"]) if kind == "llama3" else 4.0,
-        original_max_position=int(scaling["original_max_position_embeddings"]) if kind == "llama3" else 8192,
-    )
-    if not (math.isfinite(rope.theta) and rope.theta > 0 and rope.factor >= 1):
-        raise ModelError(f"rope_parameters: theta must be positive and factor at least 1, got {scaling}")
-    return rope
+    for source in (raw, scaling):
+        if _positive(source, "partial_rotary_factor", 1.0) != 1.0:
+            raise ModelError("partial_rotary_factor: only 1.0 is supported")
+    theta = _positive(scaling, "rope_theta", _positive(raw, "rope_theta", 10000.0))
+    if kind == "default":
+        return RopeConfig(theta)
+    factor = _positive(scaling, "factor")
+    if factor < 1:
+        raise ModelError(f"factor: must be at least 1, got {factor}")
+    if kind == "linear":
+        return RopeConfig(theta, kind, factor)
+    low, high = _positive(scaling, "low_freq_factor"), _positive(scaling, "high_freq_factor")
+    if low >= high:
+        raise ModelError(f"low_freq_factor: must be less than high_freq_factor, {high}, got {low}")
+    return RopeConfig(theta, kind, factor, low, high, _size(scaling, "original_max_position_embeddings"))
 
 
-def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
-    """End-of-sequence ids of the model and of its generation defaults, which chat models extend."""
-    ids: set[int] = set()
-    path = folder / "generation_config.json"
-    for source in (raw, _read_json(path) if path.exists() else {}):
-        value = source.get("eos_token_id")
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+def _eos_token_ids(path: Path, raw: dict[str, Any]) -> frozenset[int]:
+    """End-of-sequence ids that the file at `path` names."""
+    value = raw.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(_is_integer(token_id) for token_id in ids):
+        raise ModelError(f"{path}: eos_token_id: must be a token id or a list of them, got {value!r}")
     return frozenset(ids)
 
 

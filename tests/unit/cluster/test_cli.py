@@ -158,6 +158,16 @@ def test_model_folder_without_weights(command: str, tmp_path: Path) -> None:
     assert "model.safetensors missing" in error(command, "--model", tmp_path)
 
 
+@pytest.mark.parametrize(("arguments", "name"), [((), "smollm2-135m"), (("org/other",), "org/other")])
+def test_fetch_takes_the_model_that_is_served_by_default(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], name: str
+) -> None:
+    fetched = []
+    monkeypatch.setattr(ModelStore, "fetch", lambda _store, name, **_options: fetched.append(name))
+    assert invoke("model", "fetch", *arguments).exit_code == 0
+    assert fetched == [name]
+
+
 def test_list_without_any_model(tmp_path: Path) -> None:
     """Models that could be fetched are listed before the first one is."""
     result = invoke("model", "list", "--model-cache", tmp_path / "not there yet")
@@ -224,7 +234,8 @@ def generate(tiny: Path, *lines: dict[str, Any], options: tuple[str, ...] = ()) 
     arguments = ["generate", "--model", tiny, "--kv-cache-gib", "0.01", *options]
     result = invoke(*arguments, stdin="".join(json.dumps(line) + "\n" for line in lines))
     assert result.exit_code == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    # Lines end with "\n" only: a random answer may hold U+0085 or U+2028, where `splitlines` would cut.
+    return [json.loads(line) for line in result.stdout.split("\n") if line]
 
 
 def test_generate(tiny: Path) -> None:

@@ -19,19 +19,6 @@ CPUINFO = (
 )
 MEMINFO = f"MemTotal:       {16 * GIB_IN_KIB} kB\nMemFree:  1 kB\nMemAvailable:   {8 * GIB_IN_KIB} kB\n"
 NAMES = "Python,CPU,cores,memory,torch,kernels,GPU,Triton,Ray,HAProxy,gRPC,model cache".split(",")
-    "Python",
-    "CPU",
-    "cores",
-    "memory",
-    "torch",
-    "kernels",
-    "GPU",
-    "Triton",
-    "Ray",
-    "HAProxy",
-    "gRPC",
-    "model cache",
-]
 
 
 def examine(tmp_path: Path, port: int) -> list[Finding]:

@@ -1,6 +1,7 @@
 """What a `config.json` means, in every spelling, and how it is refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +166,8 @@ def test_ends_of_sequence_are_those_of_model_and_generation_config(read: Read) -
 
 
 def test_an_end_of_sequence_beyond_the_vocabulary_is_dropped(read: Read) -> None:
-    """Scenario: it is never sampled, but `min_tokens` would ban it by its index, and so fail every step."""
-    assert read(eos_token_id=[2, 49152]).eos_token_ids == {2}
+    """Scenario: it is never sampled, but `min_tokens` would ban it by its index: fail every step, or ban another."""
+    assert read(eos_token_id=[2, 49152, -1]).eos_token_ids == {2}
 
 
 WINDOWS = {
@@ -189,6 +190,11 @@ def test_a_sliding_window_limits_the_context(
 
 # -- what is refused -------------------------------------------------------------------------------
 
+
+def llama3(**changes: object) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3_SCALING | changes}
+
+
 REFUSED = {
     "architecture": ({"architectures": ["GPT2LMHeadModel"]}, r"architectures: GPT2LMHeadModel .*LlamaForCausalLM"),
     "no architecture": ({"architectures": REMOVED}, r"architectures: \(none\)"),
@@ -204,8 +210,13 @@ REFUSED = {
     "rope type": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"rope_type: yarn .*llama3"),
     "old rope type": ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, r"rope_type: dynamic"),
     "rope factor": ({"rope_parameters": {"rope_type": "linear"}}, r"'factor' is missing"),
-    "rope factor below 1": ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, r"factor at least 1"),
-    "rope theta": ({"rope_parameters": {"rope_theta": -1.0}}, r"theta must be positive"),
+    "rope factor below 1": ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, r"factor: .* at least 1"),
+    "llama3 factor below 1": (llama3(factor=0.5), r"factor: .* at least 1"),
+    "llama3 with equal factors": (llama3(low_freq_factor=4), r"low_freq_factor: .* high_freq_factor, 4\.0, got 4\.0"),
+    "llama3 with factors the wrong way round": (llama3(high_freq_factor=0.5), r"low_freq_factor: .*, 0\.5, got 1\.0"),
+    "llama3 of no length": (llama3(original_max_position_embeddings=0), r"original_max_position_embeddings: .*got 0"),
+    "window of no length": ({"sliding_window": 0}, r"sliding_window: must be a positive integer, got 0"),
+    "no positions": ({"max_position_embeddings": 0}, r"max_position_embeddings: must be a positive integer, got 0"),
     "rope as a word": ({"rope_parameters": "linear"}, r"rope_parameters: must be an object"),
     "llama3 without its factors": (
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
@@ -219,6 +230,41 @@ def test_unsupported_models_are_refused(read: Read, changes: dict[str, Any], mes
     """With the file, the key, the value and what would be supported."""
     with pytest.raises(ModelError, match=r"config\.json: .*" + message):
         read(**changes)
+
+
+NO_POSITIVE_NUMBERS = [0, 0.0, -1.0, float("nan"), float("inf"), float("-inf"), 10**400, "1e-5", True, [1.0]]
+
+
+@pytest.mark.parametrize("value", NO_POSITIVE_NUMBERS, ids=lambda value: str(value)[:8])
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        (lambda value: {"rms_norm_eps": value}, "rms_norm_eps"),
+        (lambda value: {"rope_parameters": {"rope_theta": value}}, "rope_theta"),
+        (lambda value: {"rope_parameters": None, "rope_theta": value}, "rope_theta"),
+        (lambda value: {"rope_parameters": {"rope_type": "linear", "factor": value}}, "factor"),
+        (lambda value: {"partial_rotary_factor": value}, "partial_rotary_factor"),
+        (lambda value: llama3(factor=value), "factor"),
+        (lambda value: llama3(low_freq_factor=value), "low_freq_factor"),
+        (lambda value: llama3(high_freq_factor=value), "high_freq_factor"),
+    ],
+)
+def test_a_factor_that_is_no_positive_number_is_named(
+    read: Read, changes: Callable[[object], dict[str, Any]], key: str, value: object
+) -> None:
+    """Scenario: with NaN as epsilon the model loads, and every logit it computes is NaN."""
+    with pytest.raises(ModelError, match=rf"config\.json: {key}: must be a positive number, got "):
+        read(**changes(value))
+
+
+@pytest.mark.parametrize("value", ["2", True, 2.0, [2, "</s>"], [[2]], {"id": 2}], ids=str)
+def test_an_end_of_sequence_that_is_no_token_id_is_named(read: Read, value: object) -> None:
+    """Scenario: a string never equals a sampled token, so no answer would end; true would end them at token 1."""
+    message = r"eos_token_id: must be a token id or a list of them"
+    with pytest.raises(ModelError, match=r"/config\.json: " + message):
+        read(eos_token_id=value)
+    with pytest.raises(ModelError, match=r"/generation_config\.json: " + message):
+        read(generation={"eos_token_id": value})
 
 
 SIZES = (
@@ -236,7 +282,7 @@ def test_a_missing_key_is_named(read: Read, key: str) -> None:
         read(**{key: REMOVED})
 
 
-@pytest.mark.parametrize("value", [None, "many", 0, -3, 1.5, [9]], ids=str)
+@pytest.mark.parametrize("value", [None, "many", 0, -3, 1.5, True, [9]], ids=str)
 @pytest.mark.parametrize("key", SIZES)
 def test_a_size_that_is_none_is_named(read: Read, key: str, value: object) -> None:
     """Scenario: a hand-edited file; nobody finds the key from a bare `int() argument must be a string`."""

@@ -1,9 +1,11 @@
 """The model's tokenizer and chat template, and what happens where they are missing or refuse."""
 
+import inspect
 from pathlib import Path
 
 import pytest
 from tiny_model import write_byte_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from pagoda.worker.chat_options import RESERVED_KWARGS, ChatOptions
 from pagoda.worker.errors import InvalidRequestError, ModelError
@@ -97,6 +99,16 @@ def test_template_variables(tmp_path: Path) -> None:
     for value in ("0", [1]):
         with pytest.raises(InvalidRequestError, match=r"messages: .*refuses them"):
             tokenizer.encode_chat(messages, ChatOptions(template_kwargs={"style": value}))
+
+
+def test_whatever_the_renderer_takes_is_reserved() -> None:
+    """A setting of the renderer that a client could give would be taken for one, or fail in Python's own words.
+
+    `self` did: `apply_chat_template() got multiple values for argument 'self'`.
+    """
+    parameters = inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters.values()
+    named = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+    assert named <= RESERVED_KWARGS
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED_KWARGS))

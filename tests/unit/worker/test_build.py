@@ -1,0 +1,51 @@
+"""What is found out about an engine before anything is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_model import write_tiny_model
+
+from pagoda.worker import build
+from pagoda.worker.build import EnginePlan, plan_engine
+from pagoda.worker.config import CacheConfig, EngineConfig
+from pagoda.worker.errors import ConfigError
+
+NUM_BLOCKS = 100
+P = 16
+CACHE_BYTES = NUM_BLOCKS * P * 2 * 2 * 2 * 8 * 4
+"""Two layers, keys and values, two heads of 8, four bytes each."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def plan(folder: Path, **changes: Any) -> EnginePlan:
+    cache = CacheConfig(block_size=P, num_blocks=NUM_BLOCKS)
+    return plan_engine(EngineConfig(folder, **({"device": "cpu", "cache": cache} | changes)))
+
+
+def test_memory_that_just_suffices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cache and weights together: with one byte less the engine is refused."""
+    needed = CACHE_BYTES + (folder / "model.safetensors").stat().st_size
+    monkeypatch.setattr(build, "_available_bytes", lambda: needed)
+    assert plan(folder).num_blocks == NUM_BLOCKS
+    monkeypatch.setattr(build, "_available_bytes", lambda: needed - 1)
+    with pytest.raises(ConfigError, match=r"^memory_bytes: .* GiB of KV cache and .* GiB of weights"):
+        plan(folder)
+
+
+def test_cache_that_no_machine_holds(folder: Path) -> None:
+    """By what this machine itself says. Linux would hand out such memory, and kill who writes to it."""
+    with pytest.raises(ConfigError, match=r"^memory_bytes: 524288\.0 GiB of KV cache"):
+        plan(folder, cache=CacheConfig(memory_bytes=2**49))
+
+
+def test_memory_is_not_asked_for_without_a_model_to_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake step computes nothing, so it needs none; nor is any refused where the system does not tell."""
+    monkeypatch.setattr(build, "_available_bytes", lambda: 0)
+    assert plan(folder, fake_step_s=0.0).num_blocks == NUM_BLOCKS
+    monkeypatch.setattr(build, "_available_bytes", lambda: None)
+    assert plan(folder).num_blocks == NUM_BLOCKS

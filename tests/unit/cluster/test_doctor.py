@@ -18,7 +18,20 @@ CPUINFO = (
     "processor\t: 0\nmodel name\t: Fast CPU\nflags\t\t: fpu avx2 avx512f avx512bw avx512vl {more}\n\nprocessor\t: 1\n"
 )
 MEMINFO = f"MemTotal:       {16 * GIB_IN_KIB} kB\nMemFree:  1 kB\nMemAvailable:   {8 * GIB_IN_KIB} kB\n"
-NAMES = "Python,CPU,cores,memory,torch,kernels,GPU,Triton,Ray,HAProxy,gRPC,model cache".split(",")
+NAMES = [
+    "Python",
+    "CPU",
+    "cores",
+    "memory",
+    "torch",
+    "kernels",
+    "GPU",
+    "Triton",
+    "Ray",
+    "HAProxy",
+    "gRPC",
+    "model cache",
+]
 
 
 def examine(tmp_path: Path, port: int) -> list[Finding]:

@@ -10,7 +10,7 @@ TELL := sed -un '/^ *Downloading.*([0-9]\{3,\}\.[0-9] MB)/p; /^Installing/p'
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: setup lint type test serve proto bench bench-engine bench-tokenize bench-serving clean
+.PHONY: setup lint type test serve proto profile bench bench-cpu bench-engine bench-tokenize bench-serving clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,7 +19,9 @@ help:
 	@echo "make setup         only set up, in $(VENV)"
 	@echo "make lint type     only these checks"
 	@echo "make proto         regenerate the modules of proto/*.proto"
-	@echo "make bench-engine  measure the engine's own overheads; writes build/bench/engine.json"
+	@echo "make bench-cpu       CPU speed against the machine's floor and, with PEER=DIR, a peer; writes build/bench/cpu.json"
+	@echo "make profile         where a step's time goes: a table, and a flame graph in build/bench/profile.svg"
+	@echo "make bench-engine    measure the engine's own overheads; writes build/bench/engine.json"
 	@echo "make bench-tokenize  what the token cache saves; writes build/bench/tokenize.json"
 	@echo "make bench-serving   what HTTP, Serve and gRPC cost; writes build/bench/serving.json"
 
@@ -54,6 +56,14 @@ proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src --grpc_python_out=src src/pagoda/proto/*.proto
 
 bench: bench-engine bench-tokenize
+
+bench-cpu: $(STAMP)
+	$(BIN)/pagoda model fetch
+	$(BIN)/python tests/bench/bench_cpu.py $(if $(PEER),--peer $(PEER))
+
+profile: $(STAMP)
+	$(BIN)/pagoda model fetch
+	$(BIN)/python tests/bench/profile_cpu.py
 
 bench-engine: $(STAMP)
 	$(BIN)/python tests/bench/bench_engine.py

@@ -141,7 +141,8 @@ def build_engine(
     )
 
 
-def _load(plan: EnginePlan, progress: Progress) -> Runner:
+def load_model(plan: EnginePlan, progress: Progress) -> tuple[LlamaModel, torch.Tensor]:
+    """The model, ready to run, and an empty cache for it: NL2PKD, of the plan's dtype and device."""
     ops = operators_for(plan.device, plan.dtype)
     with default_dtype(plan.dtype), plan.device:
         model = LlamaModel(plan.model, ops)
@@ -150,12 +151,17 @@ def _load(plan: EnginePlan, progress: Progress) -> Runner:
         )
     load_weights(model.checkpoint_views(), plan.files, progress=progress)
     model.prepare()
+    return model, cache_NL2PKD
+
+
+def _load(plan: EnginePlan, progress: Progress) -> Runner:
+    model, cache_NL2PKD = load_model(plan, progress)
     batch = InputBatch(
         max_num_seqs=plan.limits.max_num_seqs,
         max_model_len=plan.limits.max_model_len,
         block_size=plan.spec.block_size,
     )
-    return Runner(model, ops, cache_NL2PKD, batch)
+    return Runner(model, model.ops, cache_NL2PKD, batch)
 
 
 def _check_memory(cache_bytes: int, weight_bytes: int) -> None:

@@ -70,6 +70,10 @@ class Front:
         await self._sessions.shutdown()
         self._service.close()
 
+    async def drain(self, timeout_s: float) -> None:
+        """For whoever takes the service down: take no more requests, wait for those that run, abort what is late."""
+        await self._service.drain(timeout_s)
+
     async def Generate(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
@@ -105,13 +109,15 @@ class Front:
     async def Watch(
         self, request: HealthCheckRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[HealthCheckResponse, None]:
-        """Its streaming form: says the status at once and whenever it changes."""
+        """Its streaming form: says the status at once and whenever it changes. Ends when the service stops."""
         last = None
         while True:
             now = await self.Check(request, grpc_context)
             if now != last:
                 last = now
                 yield now
+            if self._service.is_draining:
+                return
             await asyncio.sleep(_WATCH_PERIOD_S)
 
     async def _health(self) -> HealthCheckResponse:

@@ -118,7 +118,7 @@ def serve(
             is_up()
     finally:
         say("stopping")
-        shut_down(stop_ray=ray_address is None)
+        shut_down(drain_s=drain_s)
 
 
 def _check_port_is_free(name: str, host: str, port: int) -> None:

@@ -79,6 +79,9 @@ class FakeWorkerClient:
         finally:
             self.is_closed = True
 
+    def abort(self, request_id: RequestId) -> None:
+        raise AssertionError(f"nobody asked to abort {request_id}")
+
     def abort_sample(self, request_id: RequestId, index: int) -> None:
         assert request_id == self.requests[-1].request_id
         self.aborted_samples.append(index)

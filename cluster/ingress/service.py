@@ -9,7 +9,7 @@ import secrets
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -24,6 +24,8 @@ from pagoda.worker.types import FinishReason, Request, RequestId, SamplingParams
 from pagoda.worker.vocabulary import Vocabulary
 
 T = TypeVar("T")
+_END_GRACE_S = 5.0
+"""How long a worker has to end what is whole, before it is aborted."""
 
 
 class WorkerClient(Protocol):
@@ -41,8 +43,8 @@ class WorkerClient(Protocol):
         """End a request by its id, whichever ingress it came through. Unknown and ended ones are ignored."""
         ...
 
-    def abort_sample(self, request_id: RequestId, index: int) -> None:
-        """End one sample of a running request; what still comes for it may be ignored."""
+    def complete_sample(self, request_id: RequestId, index: int) -> None:
+        """One sample of a running request is whole, and ends as stopped; what still comes for it may be ignored."""
         ...
 
     async def scrape(self) -> list[str | None]:
@@ -101,6 +103,8 @@ class InferenceService:
         self._client = client
         self._live = LiveRequests(client.abort)
         # One thread: tokenizers are not made to encode in several at once, and the event loop must stay free.
+        self._ending: set[asyncio.Task[None]] = set()
+        """Requests whose answers are whole and whose workers have yet to end them."""
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
     async def is_healthy(self) -> bool:
@@ -193,8 +197,10 @@ class InferenceService:
             )
             for index in range(sampling.n)
         }
+        is_cut = False
         with self._live.running(request.request_id):
-            async with aclosing(self._client.stream(request)) as stream:
+            stream = self._client.stream(request)
+            try:
                 async for batch in stream:
                     pieces = []
                     for output in batch:
@@ -204,13 +210,32 @@ class InferenceService:
                         piece = _to_text(output, detokenizer, shows_end=sampling.include_stop_str_in_output)
                         if piece.finish_reason is not None:
                             del detokenizers[output.index]
-                            if output.finish_reason is None and detokenizers:
-                                self._client.abort_sample(request.request_id, output.index)
+                            if output.finish_reason is None:
+                                is_cut = True
+                                self._client.complete_sample(request.request_id, output.index)
                         pieces.append(piece)
                     if pieces:
                         yield pieces
                     if not detokenizers:
-                        return  # closes the stream, which aborts what a stop string ended
+                        return
+            finally:
+                if is_cut and not detokenizers:
+                    self._end_in_background(stream)
+                else:
+                    await stream.aclose()
+
+    def _end_in_background(self, stream: AsyncGenerator[list[SequenceOutput], None]) -> None:
+        """Closing it now would abort at the worker what is whole, and count so; nobody waits for the worker's end."""
+
+        async def end() -> None:
+            with suppress(TimeoutError, PagodaError):
+                async with asyncio.timeout(_END_GRACE_S), aclosing(stream):
+                    async for _ in stream:
+                        pass
+
+        task = asyncio.create_task(end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)

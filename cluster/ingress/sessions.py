@@ -92,10 +92,11 @@ class WorkerSessions:
         if (session := self._session_of.pop(request_id, None)) is not None:
             session.requests.discard(request_id)
 
-    def abort_sample(self, request_id: RequestId, index: int) -> None:
-        """Tell the worker that one sample needs no more tokens."""
+    def complete_sample(self, request_id: RequestId, index: int) -> None:
+        """Tell the worker that one sample is whole and needs no more tokens."""
         if (session := self._session_of.get(request_id)) is not None:
-            session.send(tokens_pb2.SessionCommand(abort=tokens_pb2.Abort(request_id=request_id, index=index)))
+            abort = tokens_pb2.Abort(request_id=request_id, index=index, is_complete=True)
+            session.send(tokens_pb2.SessionCommand(abort=abort))
 
     def abort_everywhere(self, request_id: RequestId) -> None:
         """Tell every worker to end a request, whichever ingress it came through."""

@@ -176,17 +176,31 @@ async def test_closed_stream_aborts_its_request(engine: AsyncEngine) -> None:
         await until_idle(engine)
 
 
-async def test_one_sample_is_aborted(engine: AsyncEngine) -> None:
-    """The other sample runs on to its end."""
+async def test_one_sample_is_whole(engine: AsyncEngine) -> None:
+    """It ends as stopped; the other sample runs on to its end."""
     async with started(engine) as (server, endpoint), ingress(endpoint) as sessions:
         client = ServeWorkerClient(Handle(server), sessions, "front")  # type: ignore[arg-type]
         stream = client.stream(request("a", replace(ENDLESS, n=2)))
         await anext(stream)
-        client.abort_sample(RequestId("a"), 1)
-        client.abort_sample(RequestId("unknown"), 0)
+        client.complete_sample(RequestId("a"), 1)
+        client.complete_sample(RequestId("unknown"), 0)
         found = await collect(stream)
-    assert found[1].finish_reason is FinishReason.ABORT
+    assert found[1].finish_reason is FinishReason.STOP
     assert found[0].finish_reason is FinishReason.LENGTH
+
+
+async def test_request_aborted_through_another_ingress(engine: AsyncEngine) -> None:
+    """All of its samples end, and as aborted."""
+    async with started(engine) as (server, endpoint), ingress(endpoint) as sessions, ingress(endpoint, name="b") as b:
+        client = ServeWorkerClient(Handle(server), sessions, "front")  # type: ignore[arg-type]
+        stream = client.stream(request("a", replace(ENDLESS, n=2)))
+        await anext(stream)
+        async with asyncio.timeout(DEADLINE_S):
+            while not b._live_sessions:
+                await asyncio.sleep(0.002)
+        b.abort_everywhere(RequestId("a"))
+        found = await collect(stream)
+    assert [found[index].finish_reason for index in (0, 1)] == [FinishReason.ABORT] * 2
 
 
 async def test_lost_ingress_takes_its_requests_with_it(engine: AsyncEngine) -> None:

@@ -265,6 +265,16 @@ def test_abort_ends_every_sample(make_client: Callable[..., Client]) -> None:
     assert [client.reason("a", index) for index in range(4)] == [FinishReason.ABORT] * 4
 
 
+def test_sample_that_its_reader_found_whole(client: Client) -> None:
+    """A stop string: the sample ends as stopped, the other one goes on."""
+    client.add("a", n=2, max_tokens=200)
+    client.engine.start()
+    client.wait_for_tokens("a", 3)
+    client.engine.abort(RequestId("a"), 0, FinishReason.STOP)
+    assert client.reason("a", 0) is FinishReason.STOP
+    assert client.reason("a", 1) is FinishReason.LENGTH
+
+
 def test_late_double_and_unknown_aborts_are_ignored(client: Client) -> None:
     """An abort of the ended request must not end the next one of the same id either."""
     client.engine.start()

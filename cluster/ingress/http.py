@@ -261,7 +261,7 @@ async def _respond(
     try:
         # Until the first tokens are here, an error can still be a status.
         first = await _unless_client_goes(http, anext(pieces))
-        record.first_token_arrives()
+        record.tokens_arrive()
         if not body.stream:
             return await _unless_client_goes(http, _collect(first, pieces, builder, tally))
     except ClientGoneError:

@@ -72,8 +72,9 @@ class Service:
     def assert_it_ends_without_a_trace(self) -> None:
         """It exits by itself, with success; no process is left, and the port is free."""
         assert self.process.wait(START_DEADLINE_S) == 0, self.log.read_text()
-        assert "Traceback" not in self.log.read_text()
-        assert "SIGTERM" not in self.log.read_text()
+        said = self.log.read_text()
+        assert "Traceback" not in said, said
+        assert "SIGTERM" not in said, said
         wait_until(lambda: not self.processes(), "no process of the service is left")
         assert_port_is_free(self.port)
         assert_port_is_free(self.grpc_port)

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
+from pagoda.cluster.ingress.quoting import quoted
 from pagoda.worker.errors import InvalidRequestError
 from pagoda.worker.types import SamplingParams
 
@@ -115,7 +116,7 @@ class SamplingFields(Strict):
 
 def _token_id(name: str) -> int:
     if not (name.isascii() and name.isdecimal() and len(name) <= 10):
-        raise InvalidRequestError("logit_bias", f"its names must be token ids, got {name[:20]!r}")
+        raise InvalidRequestError("logit_bias", f"its names must be token ids, got {quoted(name)}")
     return int(name)
 
 

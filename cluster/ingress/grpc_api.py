@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagoda.cluster.ingress.grpc_log import GrpcLog
+from pagoda.cluster.ingress.quoting import quoted
 from pagoda.cluster.ingress.request_log import AnswerCounts, RequestRecord
 from pagoda.cluster.ingress.service import InferenceService, TextOutput
 from pagoda.proto import inference_pb2
@@ -141,7 +142,7 @@ class GrpcApi:
 
     def _check_model(self, name: str) -> None:
         if name != self._model_name:
-            raise InvalidRequestError("model", f"{name!r} is not served here; served: {self._model_name!r}")
+            raise InvalidRequestError("model", f"{quoted(name)} is not served here; served: {self._model_name!r}")
 
 
 def sampling_params(message: inference_pb2.Sampling) -> SamplingParams:

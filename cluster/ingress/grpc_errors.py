@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from pagoda.cluster.ingress.quoting import shortened
 from pagoda.cluster.ingress.service import RequestAbortedError
 from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
 
@@ -31,4 +32,4 @@ def status_of(error: PagodaError) -> GrpcStatus:
             code = grpc.StatusCode.UNAVAILABLE
         case _:
             code = grpc.StatusCode.INTERNAL
-    return GrpcStatus(code, str(error))
+    return GrpcStatus(code, shortened(str(error)))

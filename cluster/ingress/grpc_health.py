@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from pagoda.cluster.ingress.grpc_log import GrpcLog
+from pagoda.cluster.ingress.quoting import quoted
 from pagoda.cluster.ingress.service import InferenceService
 from pagoda.proto import inference_pb2
 from pagoda.worker.errors import InvalidRequestError
@@ -40,7 +41,7 @@ class GrpcHealth:
 
     async def _status(self, service: str) -> HealthCheckResponse:
         if service not in ("", _SERVICE_NAME):
-            raise InvalidRequestError("service", f"{service!r} is not served here; served: {_SERVICE_NAME!r}")
+            raise InvalidRequestError("service", f"{quoted(service)} is not served here; served: {_SERVICE_NAME!r}")
         is_healthy = await self._service.is_healthy()
         return HealthCheckResponse(
             status=HealthCheckResponse.SERVING if is_healthy else HealthCheckResponse.NOT_SERVING

@@ -11,6 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from pagoda.cluster.ingress.problems import first_problem
+from pagoda.cluster.ingress.quoting import MAX_QUOTED, shortened
 from pagoda.cluster.ingress.request_id import request_id_headers
 from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
 
@@ -28,7 +29,8 @@ class UnknownModelError(InvalidRequestError):
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """An error as OpenAI clients expect it."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    param = None if param is None else shortened(param, MAX_QUOTED)
+    return {"error": {"message": shortened(message), "type": kind, "param": param, "code": code}}
 
 
 async def answer_error(http: HttpRequest, error: Exception) -> Response:

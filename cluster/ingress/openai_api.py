@@ -11,6 +11,7 @@ from pagoda import __version__
 from pagoda.cluster.ingress.answers import AnswerBuilder, AnswerOptions, Endpoint, Prompt
 from pagoda.cluster.ingress.fields import GenerationFields
 from pagoda.cluster.ingress.http_errors import UnknownModelError
+from pagoda.cluster.ingress.quoting import quoted
 from pagoda.cluster.ingress.request_id import request_id_of
 from pagoda.cluster.ingress.responses import respond
 from pagoda.cluster.ingress.schemas import ChatCompletionRequest, CompletionRequest
@@ -124,7 +125,7 @@ class OpenAiApi:
     def check_model(self, name: str) -> None:
         """Raise `UnknownModelError` unless `name` is served here."""
         if name != self._model_name:
-            raise UnknownModelError("model", f"{name!r} is not served here; served: {self._model_name!r}")
+            raise UnknownModelError("model", f"{quoted(name)} is not served here; served: {self._model_name!r}")
 
     def _model(self) -> dict[str, Any]:
         return {

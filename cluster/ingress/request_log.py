@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda.cluster.ingress.metrics import IngressMetrics
+from pagoda.cluster.ingress.quoting import quoted
 
 logger = logging.getLogger(__name__)
 
@@ -112,5 +113,5 @@ class RequestLog:
         level = logging.DEBUG if path in PROBES else logging.INFO
         if logger.isEnabledFor(level):
             # A path that no route knows may hold anything, line breaks too.
-            shown = path if path != _NO_ROUTE else repr(scope["path"])
+            shown = path if path != _NO_ROUTE else quoted(scope["path"])
             logger.log(level, "%s", record.line(f"{scope['method']} {shown} {status}"))

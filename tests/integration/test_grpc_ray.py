@@ -101,6 +101,7 @@ def test_models_are_listed(inference: Any) -> None:
     ("fields", "code", "says"),
     [
         ({"model": "other"}, grpc.StatusCode.NOT_FOUND, "model:"),
+        ({"model": "\U0001f642" * 100_000}, grpc.StatusCode.NOT_FOUND, "model:"),
         ({"text": ""}, grpc.StatusCode.INVALID_ARGUMENT, "prompt:"),
         ({"token_ids": pb.TokenIds(ids=[10**8])}, grpc.StatusCode.INVALID_ARGUMENT, "prompt:"),
         ({"sampling": pb.Sampling(temperature=-1)}, grpc.StatusCode.INVALID_ARGUMENT, "temperature:"),

@@ -1,6 +1,7 @@
 """What the OpenAI API refuses, over a real socket: at once, with the field's name, and nothing is the worse for it."""
 
 import json
+import logging
 from typing import Any
 
 import openai
@@ -20,6 +21,7 @@ from tiny_server import (
 )
 
 from pagoda.cluster.ingress.fields import NEUTRAL
+from pagoda.cluster.ingress.quoting import MAX_MESSAGE
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -162,3 +164,30 @@ def test_overload(server: LocalServer, client: openai.OpenAI) -> None:
             client.completions.create(**request)
         assert server.num_sequences == MAX_NUM_SEQS + MAX_NUM_WAITING
     server.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "x" * 100_000},
+        {"x" * 100_000: 1},
+        {"stream_options": {"\n" * 100_000: 1}},
+        {"messages": [{"role": "\U0001f642" * 100_000, "content": "a"}]},
+        {"logit_bias": {"x" * 100_000: 1}},
+        {"chat_template_kwargs": {"x": "y" * 100_000}, "continue_final_message": "z" * 100_000},
+        {"n": int("9" * 4000)},
+    ],
+)
+def test_long_input_is_not_sent_back(server: LocalServer, fields: dict[str, Any]) -> None:
+    """An error shows enough of it to be recognised."""
+    response = post(server, CHAT, json.dumps({"model": MODEL, "messages": HELLO} | fields))
+    assert 400 <= response.status_code < 500
+    assert len(response.text) < 2000
+    assert len(response.json()["error"]["message"]) <= MAX_MESSAGE
+
+
+def test_long_path_is_not_logged(server: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="pagoda"):
+        assert server.http.get("/" + "x" * 10_000).status_code == 404
+        wait_until(lambda: len(caplog.messages) == 1, "the request is logged")
+    assert len(caplog.messages[0]) < 200

@@ -12,6 +12,7 @@ from pagoda.cluster.ingress.grpc_errors import status_of
 from pagoda.cluster.ingress.grpc_log import GrpcLog
 from pagoda.cluster.ingress.live_requests import DrainingError
 from pagoda.cluster.ingress.metrics import IngressMetrics
+from pagoda.cluster.ingress.quoting import MAX_MESSAGE
 from pagoda.cluster.ingress.request_log import AnswerCounts
 from pagoda.cluster.ingress.service import GenerationFailedError, RequestAbortedError
 from pagoda.worker.errors import InvalidRequestError, OverloadedError, PagodaError
@@ -70,6 +71,14 @@ def test_code_is_how_the_call_ended(
     if isinstance(error, PagodaError):
         assert status_of(error).code is grpc.StatusCode[code]
         assert status_of(error).details == str(error)
+
+
+def test_long_details_are_cut() -> None:
+    """They are a header: too long, and the call would end with a status that says nothing."""
+    details = status_of(InvalidRequestError("model", "\U0001f642" * 100_000 + " is unknown")).details
+    assert details.startswith("model: ")
+    assert details.endswith(" is unknown")
+    assert len(details) == MAX_MESSAGE
 
 
 def test_probes_show_at_debug(log: GrpcLog, metrics: IngressMetrics, caplog: pytest.LogCaptureFixture) -> None:

@@ -48,6 +48,7 @@ def build_http_app(
     server = ServerApi(service, metrics)
     tokens = TokensApi(service, api.check_model)
     app.get("/health")(server.health)
+    app.head("/health", include_in_schema=False)(server.health)
     app.get("/metrics")(server.metrics)
     app.get("/version")(server.version)
     app.get("/v1/models")(api.list_models)

@@ -225,6 +225,8 @@ def test_models(client: openai.OpenAI) -> None:
 
 def test_health_and_documentation(server: LocalServer) -> None:
     assert server.http.get("/health").status_code == 200
+    head = server.http.head("/health")
+    assert (head.status_code, head.content) == (200, b"")
     paths = server.http.get("/openapi.json").json()["paths"]
     assert {CHAT, COMPLETIONS, "/v1/models", "/health"} <= set(paths)
 

@@ -117,4 +117,5 @@ def test_engine_dies_with_requests_in_flight(tiny: Path) -> None:
         assert_is_error(late, 503, None, code="unavailable")
         assert "retry-after" in late.headers
         assert server.http.get("/health").status_code == 503
+        assert server.http.head("/health").status_code == 503
         assert isinstance(server.engine.failure, IntegrityError)

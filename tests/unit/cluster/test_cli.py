@@ -261,6 +261,16 @@ def test_generate_defaults_for_lines(tiny: Path) -> None:
     assert not other["choices"][0]["text"].startswith(first["choices"][0]["text"])
 
 
+def test_generate_takes_both_names_of_max_tokens(tiny: Path) -> None:
+    """A line's own wins over the default for lines without any."""
+    fields = ({"max_completion_tokens": 3}, {"max_tokens": 3, "max_completion_tokens": 3}, {})
+    stdin = "\n".join(json.dumps({"prompt": "a", "ignore_eos": True} | more) for more in fields)
+    result = invoke("generate", "--model", tiny, "--max-tokens", "5", stdin=stdin)
+    assert result.exit_code == 0, result.stderr
+    outputs = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [output["usage"]["completion_tokens"] for output in outputs] == [3, 3, 5]
+
+
 def test_generate_stop_string(tiny: Path) -> None:
     """The text ends before the stop string, which some other answer showed to come."""
     line = {"prompt": "a", "max_tokens": 100, "seed": 3, "ignore_eos": True}

@@ -1,6 +1,7 @@
 """The `pagoda` command: what is wrong is said in one line, before any work; what is right works."""
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tiny_model import write_tiny_model
 
 from pagoda import __version__
 from pagoda.cluster.cli import main
+from pagoda.cluster.listening import HOSTS, problem_with_listening
 from pagoda.worker.errors import ConfigError
 from pagoda.worker.model_store import ModelStore
 
@@ -163,6 +165,25 @@ def test_list_without_any_model(tmp_path: Path) -> None:
     result = invoke("model", "list", "--model-cache", tmp_path / "not there yet")
     assert result.exit_code == 0
     assert result.stdout.startswith("smollm2-135m\tnot fetched\t")
+
+
+# -- where to listen -----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("host", ["::1", "::", "192.0.2.1", "no.such.host", "127.0.0.2", ""])
+def test_host_that_cannot_be_served(host: str) -> None:
+    """It is the host that is wrong, not the port; and it must not look served while every request fails."""
+    assert error("serve", "--host", host) == f"host must be one of 127.0.0.1, localhost, 0.0.0.0, got {host!r}"
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_port_that_is_taken(host: str, tiny: Path) -> None:
+    with socket.create_server((host, 0)) as listener:
+        port = listener.getsockname()[1]
+        said = error("serve", "--model", tiny, "--host", host, "--port", str(port))
+        assert said == f"port: cannot listen on {host}:{port}: Address already in use"
+    assert problem_with_listening(host, port) is None
 
 
 # -- generate: bad lines -------------------------------------------------------------------------

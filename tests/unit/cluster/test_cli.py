@@ -1,7 +1,11 @@
 """The `pagoda` command: what is wrong is said in one line, before any work; what is right works."""
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +62,20 @@ def test_help(command: tuple[str, ...]) -> None:
     result = invoke(*command, "-h")
     assert result.exit_code == 0
     assert result.stdout.startswith("Usage: main " + " ".join(command))
+
+
+def test_interrupt_while_a_command_is_imported(tmp_path: Path) -> None:
+    """Torch takes seconds; here it takes for ever. Ctrl-C ends that without a word."""
+    (tmp_path / "torch.py").write_text("import signal\nprint('importing', flush=True)\nsignal.pause()\n")
+    command = [sys.executable, "-c", "from pagoda.cluster.cli import main; main()", "doctor"]
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **pipes, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == -signal.SIGINT
 
 
 # -- options -------------------------------------------------------------------------------------

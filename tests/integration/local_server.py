@@ -105,11 +105,15 @@ def serve_locally(config: EngineConfig, *, model_name: str) -> Iterator[LocalSer
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
         loop: Future[asyncio.AbstractEventLoop] = Future()
 
-        async def run() -> None:
+        async def serve() -> None:
             loop.set_result(asyncio.get_running_loop())
             await server.serve([listener])
 
-        thread = threading.Thread(target=lambda: asyncio.run(run()), name="uvicorn")
+        def run() -> None:
+            with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+                runner.run(serve())
+
+        thread = threading.Thread(target=run, name="uvicorn")
         thread.start()
         local = LocalServer(engine, service, loop.result(DEADLINE_S), listener.getsockname()[1])
         try:

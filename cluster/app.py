@@ -23,6 +23,7 @@ from ray.serve.schema import LoggingConfig
 
 from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.front import Front
+from pagoda.cluster.ingress.live_requests import ABORT_GRACE_S
 from pagoda.cluster.replica import Worker, WorkersRoot
 from pagoda.cluster.router import ROUTER_OPTIONS
 from pagoda.worker.config import EngineLimits
@@ -33,6 +34,9 @@ FRONT_APP = "front"
 _ANSWER_DEADLINE_S = 10.0
 _HEALTH_PERIOD_S = 1.0
 _POLL_S = 0.1
+_WAIT_S = 0.5
+_DELETION_S = 3.0
+"""Serve takes about one second to take down what is idle."""
 _GRPC_SERVICES = [
     "pagoda.proto.inference_pb2_grpc.add_InferenceServicer_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
@@ -46,6 +50,9 @@ _FRONT_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
+
+
+logger = logging.getLogger(__name__)
 
 
 class ServiceFailedError(PagodaError):
@@ -158,25 +165,50 @@ def is_up() -> bool:
     return all(status == "RUNNING" for status in statuses)
 
 
-def shut_down(*, stop_ray: bool) -> None:
-    """Take the service down: running requests get their drain time, then everything of ours is gone.
+def shut_down(*, drain_s: float) -> None:
+    """Take the service down: running requests get `drain_s`, then everything of ours is gone.
 
-    `stop_ray` says whether the Ray cluster is ours too; else only our applications go.
+    That includes the Ray cluster if `start_ray` started it; else only our applications go.
     """
-    for name in (FRONT_APP, WORKERS_APP):  # what runs in the front needs the workers
-        _delete(name)
-    if stop_ray:
-        serve.shutdown()  # type: ignore[no-untyped-call]
+    try:
+        _drain(drain_s)
+    except Exception as error:  # noqa: BLE001  (whatever it is, it must not keep us from stopping)
+        logger.warning("running requests were not waited for: %s", error)
+    for name in _running_apps():
+        serve.delete(name, _blocking=False)
+    # Idle by now, but for clients that read or write a byte a second: Serve would wait for these.
+    deadline = time.monotonic() + _DELETION_S
+    while _running_apps() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    # Not before it `serve.shutdown()`: Ray ends Serve's processes too, and does not print how the controller died.
     ray.shutdown()
 
 
-def _delete(application: str) -> None:
-    if application not in serve.status().applications:
+def _is_front_running() -> bool:
+    front = serve.status().applications.get(FRONT_APP)
+    deployments = front.deployments.values() if front is not None else ()
+    return any(state == "RUNNING" and count for d in deployments for state, count in d.replica_states.items())
+
+
+def _running_apps() -> set[str]:
+    return {FRONT_APP, WORKERS_APP} & serve.status().applications.keys()
+
+
+def _drain(drain_s: float) -> None:
+    """Tell all ingress processes to finish; return when they have."""
+    if not _is_front_running():
         return
-    # Serve's own waiting ends after a minute, however long the drain time is.
-    serve.delete(application, _blocking=False)
-    while application in serve.status().applications:
-        time.sleep(_POLL_S)
+    answers = serve.get_app_handle(FRONT_APP).broadcast("drain", drain_s)
+    deadline = time.monotonic() + drain_s + ABORT_GRACE_S + _ANSWER_DEADLINE_S
+    while time.monotonic() < deadline:
+        # In short waits: each is done by threads, for which a process that is interrupted waits before it exits.
+        try:
+            outcomes = answers.results(timeout_s=_WAIT_S, return_exceptions=True)
+        except TimeoutError:
+            continue
+        if not any(isinstance(outcome, TimeoutError) for outcome in outcomes):
+            return
+    raise TimeoutError("no answer from an ingress")
 
 
 def _workers(config: ClusterConfig, token: str) -> Any:

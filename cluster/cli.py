@@ -1,28 +1,54 @@
-"""The `pagoda` command. Only adapts: reads options, calls the packages, shows progress and errors."""
+"""The `pagoda` command. Only adapts: reads options, calls the packages, shows progress and errors.
+
+Each command is imported when it is asked for: most bring torch along, which takes seconds.
+"""
 
 import logging
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import click
 
 from pagoda import __version__
-from pagoda.cluster.commands.chat import chat
-from pagoda.cluster.commands.doctor import doctor
-from pagoda.cluster.commands.generate import generate
-from pagoda.cluster.commands.model import model
-from pagoda.cluster.commands.serve import serve
 from pagoda.worker.errors import PagodaError
+
+_COMMANDS = ("serve", "chat", "doctor", "generate", "model")
+"""Each is the function of its name in the module of its name."""
 
 
 class _Group(click.Group):
     """Shows our own errors as one line; whatever else goes wrong keeps its traceback."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  (they are always the same)
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        with _ended_by_interrupts():
+            module = import_module(f"pagoda.cluster.commands.{cmd_name}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except PagodaError as error:
             raise click.ClickException(str(error)) from error
+
+
+@contextmanager
+def _ended_by_interrupts() -> Iterator[None]:
+    """Ctrl-C ends the process without a word: an exception in the middle of an import may become any other."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -35,10 +61,3 @@ def main(verbose: bool) -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-
-
-main.add_command(serve)
-main.add_command(chat)
-main.add_command(doctor)
-main.add_command(generate)
-main.add_command(model)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
+from pagoda.cluster.listening import HOSTS
 from pagoda.cluster.logs import LOG_LEVELS, LogLevel
 from pagoda.worker.config import EngineConfig, require_in_range
 from pagoda.worker.errors import ConfigError
@@ -17,6 +18,7 @@ class ClusterConfig:
     served_model_name: str
     """What clients put into `model`."""
     host: str = "127.0.0.1"
+    """One of `HOSTS`."""
     port: int = 8000
     grpc_port: int = 0
     """0 leaves gRPC out."""
@@ -33,6 +35,8 @@ class ClusterConfig:
     """Of workers and ingresses. At info, the ingress logs a line for each request."""
 
     def __post_init__(self) -> None:
+        if self.host not in HOSTS:
+            raise ConfigError(f"host must be one of {', '.join(HOSTS)}, got {self.host!r}")
         require_in_range("port", self.port, 1, 65535)
         require_in_range("grpc_port", self.grpc_port, 0, 65535)
         require_in_range("max_body_bytes", self.max_body_bytes, 1, 2**40)

@@ -5,7 +5,6 @@ import math
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from pagoda.cluster.listening import HOSTS, problem_with_listening
 from pagoda.worker.model_store import ModelStore
 
 Status = Literal["ok", "warning", "error"]
@@ -141,19 +141,11 @@ def gpu_names() -> list[str]:
 
 def check_port(host: str, port: int) -> Finding:
     name = f"port {port}"
-    if (problem := _problem_with_listening(host, port)) is not None:
+    if host not in HOSTS:
+        return Finding(name, "error", f"{host}: cannot be served", f"pass one of these as --host: {', '.join(HOSTS)}")
+    if (problem := problem_with_listening(host, port)) is not None:
         return Finding(name, "error", f"{host}: {problem}", "stop what listens there, or pass another --port")
     return Finding(name, "ok", f"free on {host}")
-
-
-def _problem_with_listening(host: str, port: int) -> str | None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error.strerror or str(error)
-    return None
 
 
 # -- packages ------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
 
-import grpc
 from fastapi import FastAPI
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from ray import serve
@@ -14,7 +13,10 @@ from ray.serve.grpc_util import RayServegRPCContext
 
 from pagoda.cluster import known_workers
 from pagoda.cluster.config import ClusterConfig
-from pagoda.cluster.ingress.grpc_api import GrpcApi, status_of
+from pagoda.cluster.ingress.grpc_api import GrpcApi
+from pagoda.cluster.ingress.grpc_errors import status_of
+from pagoda.cluster.ingress.grpc_health import GrpcHealth
+from pagoda.cluster.ingress.grpc_log import GrpcLog
 from pagoda.cluster.ingress.http import build_http_app
 from pagoda.cluster.ingress.metrics import IngressMetrics
 from pagoda.cluster.ingress.service import InferenceService
@@ -27,12 +29,10 @@ from pagoda.worker.errors import PagodaError
 from pagoda.worker.tokenizer import Tokenizer
 
 T = TypeVar("T")
-_SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-_WATCH_PERIOD_S = 1.0
 
 
 class Front:
-    """One ingress process. Serve calls the methods of `pagoda.v1.Inference` by their names."""
+    """One ingress process. Serve calls the methods of `pagoda.v1.Inference` and `grpc.health.v1.Health` by name."""
 
     def __init__(self, config: ClusterConfig, limits: EngineLimits, token: str, workers_app: str) -> None:
         """`token` opens the workers' sessions; `workers_app` is the application that the workers belong to."""
@@ -44,7 +44,9 @@ class Front:
         handle = serve.get_deployment_handle("Worker", app_name=workers_app)
         client = ServeWorkerClient(handle, self._sessions, ingress_id)
         self._service = InferenceService(Tokenizer(config.engine.model_path), client, limits)
-        self._grpc = GrpcApi(self._service, config.served_model_name)
+        grpc_log = GrpcLog(self._metrics)
+        self._grpc = GrpcApi(self._service, config.served_model_name, grpc_log)
+        self._health = GrpcHealth(self._service, grpc_log)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_http_app(
@@ -70,6 +72,10 @@ class Front:
         await self._sessions.shutdown()
         self._service.close()
 
+    async def drain(self, timeout_s: float) -> None:
+        """For whoever takes the service down: take no more requests, wait for those that run, abort what is late."""
+        await self._service.drain(timeout_s)
+
     async def Generate(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
@@ -85,40 +91,28 @@ class Front:
                 yield response
 
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
-        return await _single(self._grpc.tokenize(request), grpc_context)
+        return await _single(self._grpc.tokenize(request), grpc_context, pb.TokenizeResponse())
 
     async def ListModels(
         self, request: pb.ListModelsRequest, grpc_context: RayServegRPCContext
     ) -> pb.ListModelsResponse:
-        return await _single(self._grpc.list_models(request), grpc_context)
+        return await _single(self._grpc.list_models(request), grpc_context, pb.ListModelsResponse())
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
-        return await _single(self._grpc.abort(request), grpc_context)
+        return await _single(self._grpc.abort(request), grpc_context, pb.AbortResponse())
 
     async def Check(self, request: HealthCheckRequest, grpc_context: RayServegRPCContext) -> HealthCheckResponse:
-        """`grpc.health.v1.Health`, for the server as a whole and for our service by name."""
-        if request.service not in ("", _SERVICE_NAME):
-            grpc_context.set_code(grpc.StatusCode.NOT_FOUND)
-            raise LookupError(f"unknown service {request.service!r}")
-        return await self._health()
+        return await _single(self._health.check(request), grpc_context, HealthCheckResponse())
 
     async def Watch(
         self, request: HealthCheckRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[HealthCheckResponse, None]:
-        """Its streaming form: says the status at once and whenever it changes."""
-        last = None
-        while True:
-            now = await self.Check(request, grpc_context)
-            if now != last:
-                last = now
-                yield now
-            await asyncio.sleep(_WATCH_PERIOD_S)
+        async with aclosing(_streamed(self._health.watch(request), grpc_context)) as responses:
+            async for response in responses:
+                yield response
 
-    async def _health(self) -> HealthCheckResponse:
-        is_healthy = await self._service.is_healthy()
-        return HealthCheckResponse(
-            status=HealthCheckResponse.SERVING if is_healthy else HealthCheckResponse.NOT_SERVING
-        )
+
+# An error sets the call's status and is not raised: Serve would write a stack trace into its log.
 
 
 async def _streamed(responses: AsyncGenerator[T, None], context: RayServegRPCContext) -> AsyncGenerator[T, None]:
@@ -128,15 +122,15 @@ async def _streamed(responses: AsyncGenerator[T, None], context: RayServegRPCCon
                 yield response
     except PagodaError as error:
         _set_status(context, error)
-        raise
 
 
-async def _single(answer: Awaitable[T], context: RayServegRPCContext) -> T:
+async def _single(answer: Awaitable[T], context: RayServegRPCContext, empty: T) -> T:
+    """`empty` is sent with an error, and not looked at."""
     try:
         return await answer
     except PagodaError as error:
         _set_status(context, error)
-        raise
+        return empty
 
 
 def _set_status(context: RayServegRPCContext, error: PagodaError) -> None:

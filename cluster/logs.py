@@ -2,22 +2,16 @@
 
 Serve gives its logger a file and leaves the root logger alone; and what a replica writes to its standard error goes
 through Serve's logger at level info, which Serve's own level cuts off.
-
-Serve writes stack traces for whatever a gRPC method raises, though it has a status. What the client did wrong, or must
-try again, is no failure of ours, and leaves none.
 """
 
 import logging
 from typing import Literal, get_args
-
-from pagoda.worker.errors import InvalidRequestError, OverloadedError
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOG_LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
 
 _OURS = "pagoda"
 _SERVES = "ray.serve"
-_CLIENTS_BUSINESS = (InvalidRequestError, OverloadedError)
 
 
 class _ThroughServe(logging.Handler):
@@ -27,16 +21,9 @@ class _ThroughServe(logging.Handler):
         logging.getLogger(_SERVES).handle(record)
 
 
-def _is_no_clients_business(record: logging.LogRecord) -> bool:
-    """A filter: False for what tells of an answered refusal, as it was raised or in Serve's wrapping."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(getattr(error, "original_exception", error), _CLIENTS_BUSINESS)
-
-
 def log_through_serve(level: LogLevel) -> None:
     """From now on our own records of `level` and above go where Serve's go, in this process."""
     ours = logging.getLogger(_OURS)
     ours.setLevel(level.upper())
     ours.propagate = False
     ours.handlers = [_ThroughServe()]
-    logging.getLogger(_SERVES).addFilter(_is_no_clients_business)  # once, however often

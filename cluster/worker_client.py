@@ -50,8 +50,8 @@ class ServeWorkerClient:
     def abort(self, request_id: RequestId) -> None:
         self._sessions.abort_everywhere(request_id)
 
-    def abort_sample(self, request_id: RequestId, index: int) -> None:
-        self._sessions.abort_sample(request_id, index)
+    def complete_sample(self, request_id: RequestId, index: int) -> None:
+        self._sessions.complete_sample(request_id, index)
 
     async def scrape(self) -> list[str | None]:
         return await self._sessions.scrape()

@@ -35,12 +35,14 @@ class SessionHello(_message.Message):
     def __init__(self, ingress_id: _Optional[str] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("request_id", "index")
+    __slots__ = ("request_id", "index", "is_complete")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    IS_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     index: int
-    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
+    is_complete: bool
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., is_complete: _Optional[bool] = ...) -> None: ...
 
 class TokenBatch(_message.Message):
     __slots__ = ("outputs",)

@@ -8,7 +8,7 @@ from pagoda.worker.config import EngineConfig, EngineLimits
 from pagoda.worker.engine import Engine
 from pagoda.worker.metrics import WorkerMetrics
 from pagoda.worker.scheduler_stats import SchedulerStats
-from pagoda.worker.types import Request, RequestId, SequenceOutput
+from pagoda.worker.types import FinishReason, Request, RequestId, SequenceOutput
 from pagoda.worker.weights import Progress
 
 Sink = Callable[[SequenceOutput], None]
@@ -73,9 +73,9 @@ class AsyncEngine:
             if live.num_samples:
                 self._engine.abort(request.request_id)
 
-    def abort(self, request_id: RequestId, index: int | None = None) -> None:
-        """End a request, or one of its samples, with a last output. Unknown and ended ones are ignored."""
-        self._engine.abort(request_id, index)
+    def abort(self, request_id: RequestId, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request, or one of its samples, with a last output of `reason`. Unknown and ended ones are ignored."""
+        self._engine.abort(request_id, index, reason)
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests, wait for the running ones. Returns whether all ended in time."""

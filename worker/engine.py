@@ -90,6 +90,7 @@ class _Add:
 class _Abort:
     request_id: RequestId
     index: int | None
+    reason: FinishReason
 
 
 class Engine:
@@ -158,11 +159,14 @@ class Engine:
             self._inbox.append(_Add(request, secrets.randbelow(MAX_SEED + 1) if seed is None else seed, root))
             self._wake.notify_all()
 
-    def abort(self, request_id: RequestId, index: int | None = None) -> None:
-        """End a request, or one of its samples, with a last output of reason `abort`; unknown ids are ignored."""
+    def abort(self, request_id: RequestId, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request, or one of its samples, with a last output of `reason`; unknown ids are ignored.
+
+        Reason `stop` is for readers that have found the end themselves, as of a stop string.
+        """
         with self._wake:
             if request_id in self._live:
-                self._inbox.append(_Abort(request_id, index))
+                self._inbox.append(_Abort(request_id, index, reason))
                 self._wake.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
@@ -209,7 +213,7 @@ class Engine:
             if isinstance(command, _Add):
                 self._scheduler.add(command.request, seed=command.seed, hash_root=command.hash_root)
             else:
-                self._emit(self._scheduler.abort(command.request_id, command.index))
+                self._emit(self._scheduler.abort(command.request_id, command.index, command.reason))
         return True
 
     def _wait_for_command(self, timeout_s: float | None) -> bool:

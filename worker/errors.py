@@ -9,13 +9,7 @@ PagodaError
 └── IntegrityError        our own bookkeeping is wrong; stops the replica
 """
 
-MAX_QUOTED = 500
-"""Characters of a client's own words that are said back to it: an answer, or a log line, is not megabytes."""
-
-
-def shortened(text: str) -> str:
-    """At most `MAX_QUOTED` characters of the text; an ellipsis tells that there was more."""
-    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 1] + "…"
+from pagoda.worker.quoting import shortened
 
 
 class PagodaError(Exception):

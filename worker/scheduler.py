@@ -96,13 +96,15 @@ class Scheduler:
             self._sequences[sequence.sequence_id] = sequence
             self._waiting.push(sequence)
 
-    def abort(self, request_id: RequestId, index: int | None = None) -> list[SequenceOutput]:
-        """End what is left of a request, or of one of its samples.
+    def abort(
+        self, request_id: RequestId, index: int | None = None, reason: FinishReason = FinishReason.ABORT
+    ) -> list[SequenceOutput]:
+        """End what is left of a request, or of one of its samples; with `reason` stop if its reader has found the end.
 
         Unknown and ended ones are ignored: aborts may come late or twice.
         """
         return [
-            self._finish(sequence, FinishReason.ABORT)
+            self._finish(sequence, reason)
             for sequence in self._requests.get(request_id, ())
             if sequence.state is not SequenceState.FINISHED and index in (None, sequence.index)
         ]

@@ -4,7 +4,7 @@
        | -- Session(hello) ---------------------> |      one per ingress process and worker
        | -- run_request (a Ray Serve call) -----> | -- engine
        | <---------- TokenBatch, one a step ----- | <-- outputs
-       | -- abort one sample -------------------> |
+       | -- abort, or: a sample is whole -------> |
        | <-- run_request returns ---------------- |      when every sample has ended
 
 A session that ends takes its ingress's requests with it. No Ray in here: the call comes through `run_request`.
@@ -25,7 +25,7 @@ from pagoda.worker.async_engine import AsyncEngine
 from pagoda.worker.errors import EngineStoppedError
 from pagoda.worker.pending_outputs import PendingOutputs
 from pagoda.worker.token_stream import encode_in_batches
-from pagoda.worker.types import Request, RequestId
+from pagoda.worker.types import FinishReason, Request, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,7 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
                 if command.HasField("abort"):
                     abort = command.abort
                     index = abort.index if abort.HasField("index") else None
-                    self._engine.abort(RequestId(abort.request_id), index)
+                    reason = FinishReason.STOP if abort.is_complete else FinishReason.ABORT
+                    self._engine.abort(RequestId(abort.request_id), index, reason)
         finally:
             session.outputs.fail(SessionLostError("the ingress closed its session"))

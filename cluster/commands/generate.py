@@ -15,7 +15,7 @@ from tqdm import tqdm
 from pagoda.cluster.commands.options import engine_config, engine_options
 from pagoda.cluster.commands.progress import show_progress
 from pagoda.cluster.ingress.answers import Choice
-from pagoda.cluster.ingress.fields import SamplingFields
+from pagoda.cluster.ingress.fields import CompletionTokensField
 from pagoda.cluster.ingress.local import LocalWorkerClient
 from pagoda.cluster.ingress.messages import ChatMessage
 from pagoda.cluster.ingress.problems import first_problem
@@ -30,7 +30,7 @@ from pagoda.worker.types import SamplingParams
 _RETRY_S = 0.05
 
 
-class Line(SamplingFields):
+class Line(CompletionTokensField):
     """One line of input: a prompt (text or token ids) or messages, with sampling fields of its own."""
 
     id: str | int | None = None
@@ -92,6 +92,7 @@ def _parse(source: TextIO, defaults: dict[str, Any]) -> list[tuple[int, Line]]:
             continue
         try:
             line = Line.model_validate_json(text)
+            line.settle_max_tokens()
             for name, value in defaults.items():
                 if getattr(line, name) is None and value is not None:
                     setattr(line, name, value)

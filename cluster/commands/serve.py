@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import threading
 import time
 from dataclasses import replace
@@ -15,6 +14,7 @@ from pagoda.cluster.commands.config_file import config_options, dump_config
 from pagoda.cluster.commands.options import engine_config, engine_options
 from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
+from pagoda.cluster.listening import problem_with_listening
 from pagoda.cluster.logs import LOG_LEVELS, LogLevel
 from pagoda.worker.build import plan_engine
 from pagoda.worker.config import EngineConfig
@@ -28,7 +28,7 @@ _START_CHECK_PERIOD_S = 0.1
 @config_options
 @engine_options
 @click.option("--served-model-name", help="What clients put into `model`.  [default: the model's name]")
-@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on: 127.0.0.1, or 0.0.0.0 for all of IPv4.")
 @click.option("--port", type=int, default=8000, help="HTTP port.")
 @click.option("--grpc-port", type=int, default=9000, help="gRPC port; 0 serves no gRPC.")
 @click.option("--max-body-mib", type=float, default=MAX_BODY_BYTES / 2**20, help="Largest HTTP request body, MiB.")
@@ -118,14 +118,9 @@ def serve(
             is_up()
     finally:
         say("stopping")
-        shut_down(stop_ray=ray_address is None)
+        shut_down(drain_s=drain_s)
 
 
 def _check_port_is_free(name: str, host: str, port: int) -> None:
-    """Serve would say so only after a minute."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"{name}: cannot listen on {host}:{port}: {error.strerror}") from error
+    if (problem := problem_with_listening(host, port)) is not None:
+        raise ConfigError(f"{name}: cannot listen on {host}:{port}: {problem}")

@@ -195,8 +195,3 @@ class AnswerBuilder:
         if self._endpoint == "completions":
             return "text_completion"
         return "chat.completion.chunk" if is_chunk else "chat.completion"
-
-
-def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI clients expect it."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

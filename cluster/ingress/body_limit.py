@@ -4,7 +4,7 @@ import json
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagoda.cluster.ingress.answers import error_body
+from pagoda.cluster.ingress.http_errors import error_body
 
 MAX_BODY_BYTES = 16 * 2**20
 """The default: many times the longest prompt of today's models."""

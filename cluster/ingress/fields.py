@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
 from pagoda.worker.errors import InvalidRequestError
+from pagoda.worker.quoting import quoted
 from pagoda.worker.types import SamplingParams
 
 Neutral = dict[str, tuple[Any, ...]]
@@ -113,9 +114,25 @@ class SamplingFields(Strict):
         return {}
 
 
+class CompletionTokensField(SamplingFields):
+    """Of bodies that may be chats."""
+
+    max_completion_tokens: int | None = None
+    """Today's name of `max_tokens`."""
+
+    def settle_max_tokens(self) -> None:
+        """Make `max_tokens` of it. Raises `InvalidRequestError`."""
+        if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise InvalidRequestError("max_completion_tokens", "contradicts max_tokens")
+            if self.max_completion_tokens < 1:
+                raise InvalidRequestError("max_completion_tokens", "must be at least 1")
+            self.max_tokens = self.max_completion_tokens
+
+
 def _token_id(name: str) -> int:
     if not (name.isascii() and name.isdecimal() and len(name) <= 10):
-        raise InvalidRequestError("logit_bias", f"its names must be token ids, got {name[:20]!r}")
+        raise InvalidRequestError("logit_bias", f"its names must be token ids, got {quoted(name)}")
     return int(name)
 
 

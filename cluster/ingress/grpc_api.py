@@ -1,15 +1,16 @@
-"""The gRPC API over an `InferenceService`. Only adapts: reads messages, answers, maps errors to status codes."""
+"""The gRPC API over an `InferenceService`. Only adapts: reads messages, answers."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
-from pagoda.cluster.ingress.service import InferenceService, RequestAbortedError, TextOutput
+from pagoda.cluster.ingress.grpc_log import GrpcLog
+from pagoda.cluster.ingress.request_log import AnswerCounts, RequestRecord
+from pagoda.cluster.ingress.service import InferenceService, TextOutput
 from pagoda.proto import inference_pb2
-from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
+from pagoda.worker.errors import InvalidRequestError
+from pagoda.worker.quoting import quoted
 from pagoda.worker.types import SamplingParams, TokenLogprobs
 from pagoda.worker.vocabulary import Vocabulary
 
@@ -17,89 +18,84 @@ MAX_REQUEST_ID = 128
 _ROLES = ("system", "developer", "user", "assistant")
 
 
-@dataclass(frozen=True, slots=True)
-class GrpcStatus:
-    """What a client gets for an error."""
+@dataclass(slots=True)
+class _Sample:
+    """How far one sample of an answer has come."""
 
-    code: grpc.StatusCode
-    details: str
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
 
-
-def status_of(error: PagodaError) -> GrpcStatus:
-    """The status of an error, by its cause."""
-    match error:
-        case InvalidRequestError(field="model"):
-            code = grpc.StatusCode.NOT_FOUND
-        case InvalidRequestError():
-            code = grpc.StatusCode.INVALID_ARGUMENT
-        case OverloadedError():
-            code = grpc.StatusCode.RESOURCE_EXHAUSTED
-        case RequestAbortedError():
-            code = grpc.StatusCode.ABORTED
-        case EngineStoppedError():
-            code = grpc.StatusCode.UNAVAILABLE
-        case _:
-            code = grpc.StatusCode.INTERNAL
-    return GrpcStatus(code, str(error))
+    def add(self, output: TextOutput) -> None:
+        self.num_output_tokens += output.num_new_tokens
+        self.num_cached_tokens = output.num_cached_tokens
+        self.finish_reason = output.finish_reason
 
 
 class GrpcApi:
     """The methods of `pagoda.v1.Inference`. They raise `PagodaError`; whoever hosts them makes statuses of it."""
 
-    def __init__(self, service: InferenceService, model_name: str) -> None:
+    def __init__(self, service: InferenceService, model_name: str, log: GrpcLog) -> None:
         self._service = service
+        self._log = log
         self._model_name = model_name
 
     async def generate(
         self, request: inference_pb2.GenerateRequest
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        self._check_model(request.model)
-        sampling = sampling_params(request.sampling)
-        match request.WhichOneof("prompt"):
-            case "text":
-                prompt = await self._service.encode(request.text)
-            case "token_ids":
-                prompt = list(request.token_ids.ids)
-            case _:
-                raise InvalidRequestError("prompt", "give either text or token_ids")
-        async with aclosing(self._run(prompt, sampling, request)) as responses:
-            async for response in responses:
-                yield response
+        with self._log.call("Generate") as record:
+            self._check_model(request.model)
+            sampling = sampling_params(request.sampling)
+            match request.WhichOneof("prompt"):
+                case "text":
+                    prompt = await self._service.encode(request.text)
+                case "token_ids":
+                    prompt = list(request.token_ids.ids)
+                case _:
+                    raise InvalidRequestError("prompt", "give either text or token_ids")
+            async with aclosing(self._run(prompt, sampling, request, record)) as responses:
+                async for response in responses:
+                    yield response
 
     async def chat(self, request: inference_pb2.ChatRequest) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        self._check_model(request.model)
-        sampling = sampling_params(request.sampling)
-        prompt = await self._encode_chat(request.messages)
-        async with aclosing(self._run(prompt, sampling, request)) as responses:
-            async for response in responses:
-                yield response
+        with self._log.call("Chat") as record:
+            self._check_model(request.model)
+            sampling = sampling_params(request.sampling)
+            prompt = await self._encode_chat(request.messages)
+            async with aclosing(self._run(prompt, sampling, request, record)) as responses:
+                async for response in responses:
+                    yield response
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
-        self._check_model(request.model)
-        match request.WhichOneof("input"):
-            case "text":
-                token_ids = await self._service.encode(request.text)
-            case "conversation":
-                token_ids = await self._encode_chat(request.conversation.messages)
-            case _:
-                raise InvalidRequestError("input", "give either text or conversation")
-        return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=self._service.limits.max_model_len)
+        with self._log.call("Tokenize"):
+            self._check_model(request.model)
+            match request.WhichOneof("input"):
+                case "text":
+                    token_ids = await self._service.encode(request.text)
+                case "conversation":
+                    token_ids = await self._encode_chat(request.conversation.messages)
+                case _:
+                    raise InvalidRequestError("input", "give either text or conversation")
+            return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=self._service.limits.max_model_len)
 
     async def list_models(self, _: inference_pb2.ListModelsRequest) -> inference_pb2.ListModelsResponse:
-        model = inference_pb2.ModelInfo(id=self._model_name, max_model_len=self._service.limits.max_model_len)
-        return inference_pb2.ListModelsResponse(models=[model])
+        with self._log.call("ListModels"):
+            model = inference_pb2.ModelInfo(id=self._model_name, max_model_len=self._service.limits.max_model_len)
+            return inference_pb2.ListModelsResponse(models=[model])
 
     async def abort(self, request: inference_pb2.AbortRequest) -> inference_pb2.AbortResponse:
-        if not request.request_id:
-            raise InvalidRequestError("request_id", "must not be empty")
-        self._service.abort(request.request_id)
-        return inference_pb2.AbortResponse()
+        with self._log.call("Abort"):
+            if not request.request_id:
+                raise InvalidRequestError("request_id", "must not be empty")
+            self._service.abort(request.request_id)
+            return inference_pb2.AbortResponse()
 
     async def _run(
         self,
         prompt: Sequence[int],
         sampling: SamplingParams,
         request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
+        record: RequestRecord,
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         if len(request.request_id) > MAX_REQUEST_ID or not request.request_id.isprintable():
             raise InvalidRequestError("request_id", f"must be printable and at most {MAX_REQUEST_ID} characters")
@@ -107,16 +103,27 @@ class GrpcApi:
         generation = self._service.generate(
             prompt, sampling, priority=request.priority, request_id=request.request_id or None
         )
-        num_output_tokens = [0] * sampling.n
+        samples = [_Sample() for _ in range(sampling.n)]
+        record.follow(
+            lambda: AnswerCounts(
+                answer_id=generation.request.request_id,
+                num_prompt_tokens=len(prompt),
+                num_cached_tokens=samples[0].num_cached_tokens,  # the others share its prompt
+                num_output_tokens=sum(sample.num_output_tokens for sample in samples),
+                finish_reasons=[sample.finish_reason for sample in samples],
+            )
+        )
         async with aclosing(generation.outputs) as batches:
             async for batch in batches:
+                record.tokens_arrive()
                 for output in batch:
-                    num_output_tokens[output.index] += output.num_new_tokens
+                    sample = samples[output.index]
+                    sample.add(output)
                     yield _response(
                         generation.request.request_id,
                         output,
                         len(prompt),
-                        num_output_tokens[output.index],
+                        sample.num_output_tokens,
                         self._service.vocabulary,
                     )
 
@@ -135,7 +142,7 @@ class GrpcApi:
 
     def _check_model(self, name: str) -> None:
         if name != self._model_name:
-            raise InvalidRequestError("model", f"{name!r} is not served here; served: {self._model_name!r}")
+            raise InvalidRequestError("model", f"{quoted(name)} is not served here; served: {self._model_name!r}")
 
 
 def sampling_params(message: inference_pb2.Sampling) -> SamplingParams:

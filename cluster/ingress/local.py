@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from pagoda.worker.async_engine import AsyncEngine
 from pagoda.worker.errors import EngineStoppedError
 from pagoda.worker.pending_outputs import PendingOutputs
-from pagoda.worker.types import Request, RequestId, SequenceOutput
+from pagoda.worker.types import FinishReason, Request, RequestId, SequenceOutput
 
 
 class LocalWorkerClient:
@@ -32,8 +32,8 @@ class LocalWorkerClient:
     def abort(self, request_id: RequestId) -> None:
         self._engine.abort(request_id)
 
-    def abort_sample(self, request_id: RequestId, index: int) -> None:
-        self._engine.abort(request_id, index)
+    def complete_sample(self, request_id: RequestId, index: int) -> None:
+        self._engine.abort(request_id, index, FinishReason.STOP)
 
     async def scrape(self) -> list[str | None]:
         return [self._engine.metrics_exposition()]

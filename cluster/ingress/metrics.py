@@ -14,12 +14,18 @@ HTTP_REQUESTS = Definition(
     "HTTP requests answered, by route and status; 499: the client went before there was a status.",
     ("path", "status"),
 )
+GRPC_REQUESTS = Definition(
+    f"{PREFIX}grpc_requests_total",
+    "counter",
+    "gRPC calls ended, by method and status code; CANCELLED: the client went.",
+    ("method", "code"),
+)
 SCRAPE_FAILURES = Definition(
     f"{PREFIX}worker_scrape_failures_total",
     "counter",
     "Workers whose series were missing from an answer to a scrape, since they did not answer in time.",
 )
-DEFINITIONS = (HTTP_REQUESTS, SCRAPE_FAILURES)
+DEFINITIONS = (HTTP_REQUESTS, GRPC_REQUESTS, SCRAPE_FAILURES)
 
 
 class IngressMetrics:
@@ -29,12 +35,17 @@ class IngressMetrics:
         """`ingress` is the label that tells this process's series from others'."""
         instruments = Instruments({"ingress": ingress})
         self._http_requests = instruments.value(HTTP_REQUESTS)
+        self._grpc_requests = instruments.value(GRPC_REQUESTS)
         self._scrape_failures = instruments.value(SCRAPE_FAILURES)
         self._instruments = instruments
 
     def request_ends(self, path: str, status: int) -> None:
         """`path` is the route's, never what a client made up."""
         self._http_requests.add(labels=(path, str(status)))
+
+    def grpc_call_ends(self, method: str, code: str) -> None:
+        """`code` is the status code's name."""
+        self._grpc_requests.add(labels=(method, code))
 
     def exposition(self, workers: Sequence[str | None]) -> str:
         """All series, with each worker's exposition or None where there is none."""

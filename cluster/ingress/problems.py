@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pagoda.worker.errors import shortened
+from pagoda.worker.quoting import MAX_QUOTED, shortened
 
 
 def first_problem(problems: Sequence[Any]) -> tuple[str | None, str]:
@@ -22,6 +22,6 @@ def first_problem(problems: Sequence[Any]) -> tuple[str | None, str]:
     location = [str(part) for part in problem["loc"] if part not in ("str", "int") and "[" not in str(part)]
     if problem["type"] == "unsupported_field":
         location.append(problem["ctx"]["field"])
-    field = shortened(".".join(location)) or None
+    field = shortened(".".join(location), MAX_QUOTED) or None
     message = {"unsupported_field": "is not supported", "extra_forbidden": "is unknown"}.get(problem["type"])
-    return field, f"{field or 'body'}: {message or problem['msg']}"
+    return field, shortened(f"{field or 'body'}: {message or problem['msg']}")

@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda.cluster.ingress.metrics import IngressMetrics
+from pagoda.worker.quoting import quoted
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class AnswerCounts:
 
 
 class RequestRecord:
-    """What is known of one HTTP request. Endpoints that generate tell it of their answer."""
+    """What is known of one HTTP request or gRPC call. Endpoints that generate tell it of their answer."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -49,14 +50,17 @@ class RequestRecord:
         """The request is good, and `counts` says how far its answer is."""
         self._counts = counts
 
-    def first_token_arrives(self) -> None:
-        self._first_token_at = self._clock()
+    def tokens_arrive(self) -> None:
+        """The first time is remembered."""
+        if self._first_token_at is None:
+            self._first_token_at = self._clock()
 
-    def line(self, method: str, path: str, status: int) -> str:
-        fields = [f"{method} {path} {status}"]
+    def line(self, head: str) -> str:
+        """`head` says what was asked for, and how that ended."""
+        fields = [head]
         duration = f"duration_ms={(self._clock() - self._begin) * 1e3:.1f}"
         if self._counts is None:
-            return f"{fields[0]} {duration}"
+            return f"{head} {duration}"
         counts = self._counts()
         fields += [
             f"id={counts.answer_id}",
@@ -109,5 +113,5 @@ class RequestLog:
         level = logging.DEBUG if path in PROBES else logging.INFO
         if logger.isEnabledFor(level):
             # A path that no route knows may hold anything, line breaks too.
-            shown = path if path != _NO_ROUTE else repr(scope["path"])
-            logger.log(level, "%s", record.line(scope["method"], shown, status))
+            shown = path if path != _NO_ROUTE else quoted(scope["path"])
+            logger.log(level, "%s", record.line(f"{scope['method']} {shown} {status}"))

@@ -5,17 +5,15 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from pagoda.cluster.ingress.fields import GenerationFields, Strict
+from pagoda.cluster.ingress.fields import CompletionTokensField, GenerationFields, Strict
 from pagoda.cluster.ingress.messages import ChatMessage, chat_options
 from pagoda.worker.chat_options import ChatOptions
 from pagoda.worker.errors import InvalidRequestError
 from pagoda.worker.types import MAX_LOGPROBS
 
 
-class ChatCompletionRequest(GenerationFields):
+class ChatCompletionRequest(CompletionTokensField, GenerationFields):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: int | None = None
-    """Today's name of `max_tokens`."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
@@ -25,12 +23,7 @@ class ChatCompletionRequest(GenerationFields):
 
     def check(self) -> None:
         super().check()
-        if self.max_completion_tokens is not None:
-            if self.max_tokens not in (None, self.max_completion_tokens):
-                raise InvalidRequestError("max_completion_tokens", "contradicts max_tokens")
-            if self.max_completion_tokens < 1:
-                raise InvalidRequestError("max_completion_tokens", "must be at least 1")
-            self.max_tokens = self.max_completion_tokens
+        self.settle_max_tokens()
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise InvalidRequestError("top_logprobs", f"must be in [0, {MAX_LOGPROBS}], got {self.top_logprobs}")
         if self.top_logprobs and not self.logprobs:

@@ -9,10 +9,11 @@ import secrets
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+from pagoda.cluster.ingress.live_requests import LiveRequests
 from pagoda.worker.chat_options import ChatOptions
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.detokenizer import Detokenizer
@@ -23,6 +24,8 @@ from pagoda.worker.types import FinishReason, Request, RequestId, SamplingParams
 from pagoda.worker.vocabulary import Vocabulary
 
 T = TypeVar("T")
+_END_GRACE_S = 5.0
+"""How long a worker has to end what is whole, before it is aborted."""
 
 
 class WorkerClient(Protocol):
@@ -40,8 +43,8 @@ class WorkerClient(Protocol):
         """End a request by its id, whichever ingress it came through. Unknown and ended ones are ignored."""
         ...
 
-    def abort_sample(self, request_id: RequestId, index: int) -> None:
-        """End one sample of a running request; what still comes for it may be ignored."""
+    def complete_sample(self, request_id: RequestId, index: int) -> None:
+        """One sample of a running request is whole, and ends as stopped; what still comes for it may be ignored."""
         ...
 
     async def scrape(self) -> list[str | None]:
@@ -98,16 +101,33 @@ class InferenceService:
         self.limits = limits
         self._tokenizer = tokenizer
         self._client = client
+        self._live = LiveRequests(client.abort)
         # One thread: tokenizers are not made to encode in several at once, and the event loop must stay free.
+        self._ending: set[asyncio.Task[None]] = set()
+        """Requests whose answers are whole and whose workers have yet to end them."""
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
     async def is_healthy(self) -> bool:
-        """Whether a worker answers."""
+        """Whether new requests are taken and a worker answers."""
+        if self._live.is_draining:
+            return False
         try:
             await self._client.ping()
         except Exception:  # noqa: BLE001  (whatever is wrong, the answer is no)
             return False
         return True
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the service is stopping."""
+        return self._live.is_draining
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new generations; return once none runs, or once those that still ran after `timeout_s` were aborted.
+
+        What is aborted raises `RequestAbortedError` where it is iterated.
+        """
+        await self._live.drain(timeout_s)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -143,8 +163,10 @@ class InferenceService:
     ) -> Generation:
         """A generation for a checked request. Iterating it raises what the worker raises when it refuses.
 
+        Raises `DrainingError` when the service is stopping; so does iterating one that comes too late.
         The engine's id begins with `request_id`. Clients may use one twice at a time, so it goes on with a random part.
         """
+        self._live.refuse_if_draining()
         unique = uuid.uuid4().hex if request_id is None else f"{request_id}-{secrets.token_hex(8)}"
         request = Request(
             request_id=RequestId(unique),
@@ -175,23 +197,45 @@ class InferenceService:
             )
             for index in range(sampling.n)
         }
-        async with aclosing(self._client.stream(request)) as stream:
-            async for batch in stream:
-                pieces = []
-                for output in batch:
-                    detokenizer = detokenizers.get(output.index)
-                    if detokenizer is None:
-                        continue  # a stop string ended this sample already
-                    piece = _to_text(output, detokenizer, shows_end=sampling.include_stop_str_in_output)
-                    if piece.finish_reason is not None:
-                        del detokenizers[output.index]
-                        if output.finish_reason is None and detokenizers:
-                            self._client.abort_sample(request.request_id, output.index)
-                    pieces.append(piece)
-                if pieces:
-                    yield pieces
-                if not detokenizers:
-                    return  # closes the stream, which aborts what a stop string ended
+        is_cut = False
+        with self._live.running(request.request_id):
+            stream = self._client.stream(request)
+            try:
+                async for batch in stream:
+                    pieces = []
+                    for output in batch:
+                        detokenizer = detokenizers.get(output.index)
+                        if detokenizer is None:
+                            continue  # a stop string ended this sample already
+                        piece = _to_text(output, detokenizer, shows_end=sampling.include_stop_str_in_output)
+                        if piece.finish_reason is not None:
+                            del detokenizers[output.index]
+                            if output.finish_reason is None:
+                                is_cut = True
+                                self._client.complete_sample(request.request_id, output.index)
+                        pieces.append(piece)
+                    if pieces:
+                        yield pieces
+                    if not detokenizers:
+                        return
+            finally:
+                if is_cut and not detokenizers:
+                    self._end_in_background(stream)
+                else:
+                    await stream.aclose()
+
+    def _end_in_background(self, stream: AsyncGenerator[list[SequenceOutput], None]) -> None:
+        """Closing it now would abort at the worker what is whole, and count so; nobody waits for the worker's end."""
+
+        async def end() -> None:
+            with suppress(TimeoutError, PagodaError):
+                async with asyncio.timeout(_END_GRACE_S), aclosing(stream):
+                    async for _ in stream:
+                        pass
+
+        task = asyncio.create_task(end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)

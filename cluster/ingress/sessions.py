@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -60,6 +62,12 @@ class _Session:
         if not self.commands.full():
             self.commands.put_nowait(command)
 
+    async def write_commands(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:
+        """Write what is queued, until cancelled or the session ends."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # whoever reads the session hears of its end
+            while True:
+                await call.write(await self.commands.get())
+
 
 class WorkerSessions:
     """Keeps one session with every worker it has heard of, until that worker is gone. One event loop."""
@@ -92,10 +100,11 @@ class WorkerSessions:
         if (session := self._session_of.pop(request_id, None)) is not None:
             session.requests.discard(request_id)
 
-    def abort_sample(self, request_id: RequestId, index: int) -> None:
-        """Tell the worker that one sample needs no more tokens."""
+    def complete_sample(self, request_id: RequestId, index: int) -> None:
+        """Tell the worker that one sample is whole and needs no more tokens."""
         if (session := self._session_of.get(request_id)) is not None:
-            session.send(tokens_pb2.SessionCommand(abort=tokens_pb2.Abort(request_id=request_id, index=index)))
+            abort = tokens_pb2.Abort(request_id=request_id, index=index, is_complete=True)
+            session.send(tokens_pb2.SessionCommand(abort=abort))
 
     def abort_everywhere(self, request_id: RequestId) -> None:
         """Tell every worker to end a request, whichever ingress it came through."""
@@ -146,17 +155,21 @@ class WorkerSessions:
         async with grpc.aio.insecure_channel(endpoint.address, options=_KEEPALIVE) as channel:
             self._channels[endpoint] = channel
             stub = tokens_pb2_grpc.TokenStreamStub(channel)
-            call = stub.Session(_drain(session.commands), metadata=self._metadata)
+            call = stub.Session(metadata=self._metadata)
+            # Our own task and not an iterator for gRPC, which leaves that waiting when the worker ends the session.
+            writing = asyncio.create_task(session.write_commands(call))
             self._live_sessions.add(session)
             try:
                 async for batch in call:
                     self._deliver(batch, session)
             finally:
+                writing.cancel()
                 self._live_sessions.remove(session)
                 del self._channels[endpoint]
                 for request_id in list(session.requests):
                     if (outputs := self._outputs.get(request_id)) is not None:
                         outputs.fail(WorkerLostError(f"the worker at {endpoint.address} is gone"))
+                await asyncio.gather(writing, return_exceptions=True)
 
     def _deliver(self, batch: tokens_pb2.TokenBatch, session: _Session) -> None:
         for output in decode(batch):
@@ -165,8 +178,3 @@ class WorkerSessions:
                     self._session_of[output.request_id] = session
                     session.requests.add(output.request_id)
                 outputs.put(output)
-
-
-async def _drain(commands: asyncio.Queue[tokens_pb2.SessionCommand]) -> AsyncIterator[tokens_pb2.SessionCommand]:
-    while True:
-        yield await commands.get()

@@ -1,10 +1,12 @@
 """The HTTP API over an engine in this process: a real server on a loopback port, without a cluster."""
 
+import asyncio
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,8 +46,12 @@ def send_request(port: int, path: str, body: dict[str, Any]) -> socket.socket:
 class LocalServer:
     """A running server, with clients. Tests look into its engine, never at a clock."""
 
-    def __init__(self, engine: AsyncEngine, port: int) -> None:
+    def __init__(
+        self, engine: AsyncEngine, service: InferenceService, loop: asyncio.AbstractEventLoop, port: int
+    ) -> None:
         self.engine = engine
+        self._service = service
+        self._loop = loop
         self.port = port
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S)
         self.openai = openai.OpenAI(
@@ -54,6 +60,10 @@ class LocalServer:
 
     def send(self, path: str, body: dict[str, Any]) -> socket.socket:
         return send_request(self.port, path, body)
+
+    def drain(self, timeout_s: float) -> "Future[None]":
+        """Begin to stop, as `pagoda serve` does when it is interrupted. Done when nothing runs any more."""
+        return asyncio.run_coroutine_threadsafe(self._service.drain(timeout_s), self._loop)
 
     @property
     def num_sequences(self) -> int:
@@ -93,9 +103,19 @@ def serve_locally(config: EngineConfig, *, model_name: str) -> Iterator[LocalSer
     # The socket listens before the server runs, so that no request can come too early.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
-        thread = threading.Thread(target=server.run, args=([listener],), name="uvicorn")
+        loop: Future[asyncio.AbstractEventLoop] = Future()
+
+        async def serve() -> None:
+            loop.set_result(asyncio.get_running_loop())
+            await server.serve([listener])
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+                runner.run(serve())
+
+        thread = threading.Thread(target=run, name="uvicorn")
         thread.start()
-        local = LocalServer(engine, listener.getsockname()[1])
+        local = LocalServer(engine, service, loop.result(DEADLINE_S), listener.getsockname()[1])
         try:
             yield local
         finally:

@@ -23,7 +23,7 @@ MESSAGES = [pb.Message(role="user", content="Hello")]
 def service(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("models")
     model = write_tiny_model(folder / MODEL, tokenizer_from=tiny, max_position=100_000)
-    with pagoda_serve(model, folder, "--log-level", "info") as service:
+    with pagoda_serve(model, folder, "--log-level", "info") as service:  # Ray shows the ingress's log lines
         service.wait_until_it_says(f"{MODEL} is served at")
         yield service
 
@@ -101,6 +101,7 @@ def test_models_are_listed(inference: Any) -> None:
     ("fields", "code", "says"),
     [
         ({"model": "other"}, grpc.StatusCode.NOT_FOUND, "model:"),
+        ({"model": "\U0001f642" * 100_000}, grpc.StatusCode.NOT_FOUND, "model:"),
         ({"text": ""}, grpc.StatusCode.INVALID_ARGUMENT, "prompt:"),
         ({"token_ids": pb.TokenIds(ids=[10**8])}, grpc.StatusCode.INVALID_ARGUMENT, "prompt:"),
         ({"sampling": pb.Sampling(temperature=-1)}, grpc.StatusCode.INVALID_ARGUMENT, "temperature:"),
@@ -140,10 +141,17 @@ def test_chat_without_messages_or_with_an_unknown_role(inference: Any) -> None:
         assert details.startswith(says)
 
 
-def num_running(service: Service) -> float:
+def value(service: Service, series: str, *labels: str) -> float:
+    """Of the only series of that name with these labels; 0 if there is none."""
     text = httpx.get(f"http://127.0.0.1:{service.port}/metrics", timeout=DEADLINE_S).text
-    (line,) = [line for line in text.splitlines() if line.startswith("pagoda_num_requests_running{")]
-    return float(line.split()[-1])
+    lines = [line for line in text.splitlines() if line.startswith(f"pagoda_{series}{{")]
+    found = [float(line.split()[-1]) for line in lines if all(label in line for label in labels)]
+    assert len(found) <= 1
+    return sum(found)
+
+
+def num_running(service: Service) -> float:
+    return value(service, "num_requests_running")
 
 
 def endless(inference: Any) -> Any:
@@ -169,6 +177,42 @@ def test_client_that_cancels_is_noticed(service: Service, inference: Any) -> Non
     wait_until(lambda: num_running(service) == 0, "no sequence runs")
 
 
+def test_calls_are_counted_and_logged(service: Service, inference: Any) -> None:
+    """A good call, a client's mistake and a client that goes: a line and a count each, and no stack trace."""
+    codes = ("OK", "INVALID_ARGUMENT", "CANCELLED")
+    before = [value(service, "grpc_requests_total", 'method="Generate"', f'code="{code}"') for code in codes]
+    generate(inference, sampling=pb.Sampling(max_tokens=3, ignore_eos=True), request_id="counted")
+    status_of(lambda: generate(inference, sampling=pb.Sampling(n=0)))
+    stream = endless(inference)
+    next(stream)
+    stream.cancel()
+    wait_until(lambda: num_running(service) == 0, "no sequence runs")
+    after = [value(service, "grpc_requests_total", 'method="Generate"', f'code="{code}"') for code in codes]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [1, 1, 1]
+    for says in ("Generate OK id=counted-", "Generate INVALID_ARGUMENT duration_ms=", "Generate CANCELLED id=mine-"):
+        wait_until(lambda says=says: says in service.log.read_text(), f"the log says {says!r}")  # type: ignore[misc]
+    (line,) = [line for line in service.log.read_text().splitlines() if "id=counted-" in line]
+    assert "output=3" in line
+    assert "finish=length" in line
+
+
+def test_stop_string_counts_as_stopped(service: Service, inference: Any) -> None:
+    """By both APIs; the call through Ray Serve is left to return by itself."""
+    sampling = pb.Sampling(temperature=0, max_tokens=30, ignore_eos=True)
+    text = "".join(response.text for response in generate(inference, sampling=sampling))
+    series = "request_success_total"
+    before = [value(service, series, f'finished_reason="{reason}"') for reason in ("stop", "abort")]
+    sampling.MergeFrom(pb.Sampling(stop=[text[5:10]], max_tokens=90_000))
+    assert generate(inference, sampling=sampling)[-1].finish_reason == "stop"
+    body = {"model": MODEL, "prompt": "Once", "temperature": 0, "max_tokens": 90_000, "stop": text[5:10]}
+    url = f"http://127.0.0.1:{service.port}/v1/completions"
+    answer = httpx.post(url, json=body | {"ignore_eos": True}, timeout=DEADLINE_S).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    wait_until(lambda: num_running(service) == 0, "no sequence runs")
+    after = [value(service, series, f'finished_reason="{reason}"') for reason in ("stop", "abort")]
+    assert after == [before[0] + 2, before[1]]
+
+
 def test_health_and_reflection(channel: grpc.Channel) -> None:
     health = health_pb2_grpc.HealthStub(channel)
     for name in ("", "pagoda.v1.Inference"):
@@ -180,3 +224,10 @@ def test_health_and_reflection(channel: grpc.Channel) -> None:
     code, _ = status_of(lambda: health.Check(health_pb2.HealthCheckRequest(service="other"), timeout=DEADLINE_S))
     assert code is grpc.StatusCode.NOT_FOUND
     assert "pagoda.v1.Inference" in ProtoReflectionDescriptorDatabase(channel).get_services()
+
+
+def test_no_stack_trace_in_any_log(service: Service) -> None:
+    """The last test: of all the mistakes that clients made before."""
+    assert "Generate NOT_FOUND" in service.log.read_text()
+    assert "Traceback" not in service.log.read_text()
+    assert "Request failed" not in service.log.read_text()

@@ -105,6 +105,7 @@ def test_reader_that_stands_still_delays_nobody(server: LocalServer) -> None:
         with ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(lambda _: server.http.post(COMPLETIONS, json=GOOD).status_code, range(20)))
         assert answers == [200] * 20
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)  # megabytes in pieces of 4 KiB take minutes
         text = first
         while not text.endswith(b"0\r\n\r\n"):
             text += slow.recv(2**16)

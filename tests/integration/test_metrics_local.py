@@ -168,6 +168,21 @@ def test_stop_token(server: LocalServer) -> None:
     assert moved["request_success_total{finished_reason=stop}"] == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_stop_string(server: LocalServer, stream: bool, num_samples: int) -> None:
+    """Found by the ingress, and the worker counts it as what it is; blocks come back, and stay in the cache."""
+    fields = {"prompt": prompt(1500, 40), "n": num_samples, "max_tokens": LONG, "stream": stream}
+    text = complete(server, **fields | {"max_tokens": 40, "stream": False}).json()["choices"][0]["text"]
+    moved = change(server, lambda: complete(server, **fields, stop=text[10:20]))
+    assert moved["request_success_total{finished_reason=stop}"] == num_samples
+    assert "request_success_total{finished_reason=abort}" not in moved
+    assert moved["prefix_cache_hits_total"] >= 32
+    assert moved["generation_tokens_total"] < LONG
+    moved = change(server, lambda: complete(server, **fields | {"max_tokens": 1, "stream": False}))
+    assert moved["prefix_cache_hits_total"] >= 32
+
+
 def test_requests_that_no_worker_sees(server: LocalServer) -> None:
     """Paths that a client makes up are one series, however many they are."""
 

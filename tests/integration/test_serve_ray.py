@@ -18,11 +18,15 @@ from pathlib import Path
 from select import select
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from local_server import DEADLINE_S, send_request, wait_until
 from tiny_model import write_tiny_model
+
+from pagoda.proto import inference_pb2, inference_pb2_grpc
 
 PAGODA = Path(sys.executable).with_name("pagoda")
 MODEL = "endless"
@@ -30,6 +34,9 @@ START_DEADLINE_S = 120.0
 ODD_ENVIRONMENT = {"RAY_ADDRESS": "127.0.0.1:1", "OMP_WAIT_POLICY": "active"}
 """What a user's shell may hold, and the service must not heed: a cluster, here one that does not even run, and a policy
 of torch's threads."""
+DRAIN_S = 5.0
+STOP_DEADLINE_S = DRAIN_S + 10.0
+"""The drain time and then a few seconds, whoever still reads or writes."""
 ENDLESS = 500_000
 """Tokens that nobody waits for: minutes, where a test waits for seconds."""
 MAX_NUM_WAITING = 8
@@ -69,8 +76,9 @@ class Service:
     def assert_it_ends_without_a_trace(self) -> None:
         """It exits by itself, with success; no process is left, and the port is free."""
         assert self.process.wait(START_DEADLINE_S) == 0, self.log.read_text()
-        assert "Traceback" not in self.log.read_text()
-        assert "SIGTERM" not in self.log.read_text()
+        said = self.log.read_text()
+        assert "Traceback" not in said, said
+        assert "SIGTERM" not in said, said
         wait_until(lambda: not self.processes(), "no process of the service is left")
         assert_port_is_free(self.port)
         assert_port_is_free(self.grpc_port)
@@ -123,8 +131,10 @@ def endless(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
 @pytest.fixture(scope="module")
 def service(endless: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Two workers that run one sequence each; so two endless requests leave no room for any other."""
-    options = ("--workers", "2", "--max-num-seqs", "1", "--max-num-waiting", str(MAX_NUM_WAITING), "--drain-s", "5")
-    with pagoda_serve(endless, tmp_path_factory.mktemp("logs"), *options, environment=ODD_ENVIRONMENT) as service:
+    sizes = ("--workers", "2", "--max-num-seqs", "1", "--max-num-waiting", str(MAX_NUM_WAITING))
+    folder = tmp_path_factory.mktemp("logs")
+    options = (*sizes, "--drain-s", str(DRAIN_S))
+    with pagoda_serve(endless, folder, *options, environment=ODD_ENVIRONMENT) as service:
         service.wait_until_it_says(f"{MODEL} is served at http://127.0.0.1:{service.port}/v1")
         yield service
 
@@ -359,15 +369,32 @@ def test_ray_cluster_that_does_not_answer(endless: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_terminate_lets_requests_finish(service: Service, http: httpx.Client) -> None:
-    """SIGTERM, as a service manager sends it: what runs ends properly, then everything is gone.
+def test_terminate_drains(service: Service, http: httpx.Client) -> None:
+    """SIGTERM, as a service manager sends it: new requests are refused, what runs ends properly or is told why not.
 
     The last of the tests that need the running service.
     """
-    with http.stream("POST", COMPLETIONS, json=short(max_tokens=300, stream=True)) as response:
-        assert response.status_code == 200
+    with ExitStack() as stack:
+        short_one, endless_one = (
+            stack.enter_context(http.stream("POST", COMPLETIONS, json=body))
+            for body in (short(max_tokens=300, stream=True), endless_stream())
+        )
         service.process.send_signal(signal.SIGTERM)
-        assert last_event_of(response)["choices"][0]["finish_reason"] == "length"
+        wait_until(lambda: http.get("/health").status_code == 503, "the service says that it stops")
+        refused = http.post(COMPLETIONS, json=short())
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert "stopping" in refused.json()["error"]["message"]
+        with grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+            assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            with pytest.raises(grpc.RpcError) as error:
+                list(stub.Generate(inference_pb2.GenerateRequest(model=MODEL, text="a"), timeout=DEADLINE_S))
+            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert last_event_of(short_one)["choices"][0]["finish_reason"] == "length"
+        assert "aborted" in last_event_of(endless_one)["error"]["message"]
+    service.process.wait(STOP_DEADLINE_S)
     service.assert_it_ends_without_a_trace()
 
 
@@ -380,12 +407,12 @@ def test_ctrl_c_while_it_starts(endless: Path, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_while_it_serves(endless: Path, tmp_path: Path) -> None:
-    """With a request that does not end in its drain time: its client's connection ends all the same."""
+    """With a client that does not read its endless answer: it is not waited for."""
     with pagoda_serve(endless, tmp_path, "--drain-s", "1") as service:
         service.wait_until_it_says("is served")
         with send_request(service.port, COMPLETIONS, endless_stream()) as connection:
             assert connection.recv(1000)
             os.killpg(service.process.pid, signal.SIGINT)
-            while connection.recv(2**16):
-                pass
+            service.process.wait(STOP_DEADLINE_S)
         service.assert_it_ends_without_a_trace()
+        assert "(raylet)" not in service.log.read_text()

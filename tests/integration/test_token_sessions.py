@@ -1,6 +1,7 @@
 """Tokens between workers and ingress processes over real gRPC on loopback; Serve's part is played by plain tasks."""
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -176,17 +177,31 @@ async def test_closed_stream_aborts_its_request(engine: AsyncEngine) -> None:
         await until_idle(engine)
 
 
-async def test_one_sample_is_aborted(engine: AsyncEngine) -> None:
-    """The other sample runs on to its end."""
+async def test_one_sample_is_whole(engine: AsyncEngine) -> None:
+    """It ends as stopped; the other sample runs on to its end."""
     async with started(engine) as (server, endpoint), ingress(endpoint) as sessions:
         client = ServeWorkerClient(Handle(server), sessions, "front")  # type: ignore[arg-type]
         stream = client.stream(request("a", replace(ENDLESS, n=2)))
         await anext(stream)
-        client.abort_sample(RequestId("a"), 1)
-        client.abort_sample(RequestId("unknown"), 0)
+        client.complete_sample(RequestId("a"), 1)
+        client.complete_sample(RequestId("unknown"), 0)
         found = await collect(stream)
-    assert found[1].finish_reason is FinishReason.ABORT
+    assert found[1].finish_reason is FinishReason.STOP
     assert found[0].finish_reason is FinishReason.LENGTH
+
+
+async def test_request_aborted_through_another_ingress(engine: AsyncEngine) -> None:
+    """All of its samples end, and as aborted."""
+    async with started(engine) as (server, endpoint), ingress(endpoint) as sessions, ingress(endpoint, name="b") as b:
+        client = ServeWorkerClient(Handle(server), sessions, "front")  # type: ignore[arg-type]
+        stream = client.stream(request("a", replace(ENDLESS, n=2)))
+        await anext(stream)
+        async with asyncio.timeout(DEADLINE_S):
+            while not b._live_sessions:
+                await asyncio.sleep(0.002)
+        b.abort_everywhere(RequestId("a"))
+        found = await collect(stream)
+    assert [found[index].finish_reason for index in (0, 1)] == [FinishReason.ABORT] * 2
 
 
 async def test_lost_ingress_takes_its_requests_with_it(engine: AsyncEngine) -> None:
@@ -203,6 +218,30 @@ async def test_lost_ingress_takes_its_requests_with_it(engine: AsyncEngine) -> N
         await until_idle(engine)
         client = ServeWorkerClient(Handle(server), b, "b")  # type: ignore[arg-type]
         assert await collect(client.stream(request("next", replace(ENDLESS, max_tokens=3))))
+
+
+async def test_session_that_its_worker_ends_leaves_nothing(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given an iterator of commands, gRPC went on waiting for its next one, and was found doing so by the garbage
+    collector: "aclose(): asynchronous generator is already running"."""
+    monkeypatch.setattr("pagoda.worker.server._STOP_GRACE_S", 0)
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, complaint: complaints.append(complaint))
+    tasks = asyncio.all_tasks()
+    async with started(engine) as (server, endpoint), ingress(endpoint) as sessions:
+        client = ServeWorkerClient(Handle(server), sessions, "front")  # type: ignore[arg-type]
+        await collect(client.stream(request("a", replace(ENDLESS, max_tokens=1))))
+        sessions.set_routable([])
+        await server.stop()
+        async with asyncio.timeout(DEADLINE_S):
+            while sessions._tasks:
+                await asyncio.sleep(0.002)
+    gc.collect()
+    async with asyncio.timeout(DEADLINE_S):
+        while asyncio.all_tasks() != tasks:
+            await asyncio.sleep(0.002)
+    assert not complaints
 
 
 async def test_worker_lost_in_mid_stream_is_an_error(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:

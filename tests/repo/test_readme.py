@@ -41,8 +41,9 @@ def test_pagoda_commands_and_options_exist(arguments: list[str]) -> None:
     """Each documented call names a command and options that there are."""
     command: click.Command = main
     while isinstance(command, click.Group) and arguments:
-        assert arguments[0] in command.commands, arguments[0]
-        command, arguments = command.commands[arguments[0]], arguments[1:]
+        found = command.get_command(click.Context(command), arguments[0])
+        assert found is not None, arguments[0]
+        command, arguments = found, arguments[1:]
     known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
     assert {argument for argument in arguments if argument.startswith("--")} <= known
 

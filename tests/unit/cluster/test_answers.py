@@ -7,7 +7,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from pagoda.cluster.ingress.answers import AnswerBuilder, AnswerOptions, Endpoint, Prompt, error_body
+from pagoda.cluster.ingress.answers import AnswerBuilder, AnswerOptions, Endpoint, Prompt
 from pagoda.cluster.ingress.service import TextOutput
 from pagoda.cluster.ingress.usage import usage
 from pagoda.worker.types import FinishReason, TokenLogprobs
@@ -349,9 +349,3 @@ def test_token_ids(endpoint: Any) -> None:
     for place in (chunks[0], body):
         assert (place if endpoint == "chat" else place["choices"][0])["prompt_token_ids"] == list(b"hey")
     assert "prompt_token_ids" not in str(chunks[1])
-
-
-def test_error_body() -> None:
-    assert error_body("no", kind="server_error") == {
-        "error": {"message": "no", "type": "server_error", "param": None, "code": None}
-    }

@@ -1,6 +1,11 @@
 """The `pagoda` command: what is wrong is said in one line, before any work; what is right works."""
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ from tiny_model import write_tiny_model
 
 from pagoda import __version__
 from pagoda.cluster.cli import main
+from pagoda.cluster.listening import HOSTS, problem_with_listening
 from pagoda.worker.errors import ConfigError
 from pagoda.worker.model_store import ModelStore
 
@@ -56,6 +62,20 @@ def test_help(command: tuple[str, ...]) -> None:
     result = invoke(*command, "-h")
     assert result.exit_code == 0
     assert result.stdout.startswith("Usage: main " + " ".join(command))
+
+
+def test_interrupt_while_a_command_is_imported(tmp_path: Path) -> None:
+    """Torch takes seconds; here it takes for ever. Ctrl-C ends that without a word."""
+    (tmp_path / "torch.py").write_text("import signal\nprint('importing', flush=True)\nsignal.pause()\n")
+    command = [sys.executable, "-c", "from pagoda.cluster.cli import main; main()", "doctor"]
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **pipes, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == -signal.SIGINT
 
 
 # -- options -------------------------------------------------------------------------------------
@@ -175,6 +195,25 @@ def test_list_without_any_model(tmp_path: Path) -> None:
     assert result.stdout.startswith("smollm2-135m\tnot fetched\t")
 
 
+# -- where to listen -----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("host", ["::1", "::", "192.0.2.1", "no.such.host", "127.0.0.2", ""])
+def test_host_that_cannot_be_served(host: str) -> None:
+    """It is the host that is wrong, not the port; and it must not look served while every request fails."""
+    assert error("serve", "--host", host) == f"host must be one of 127.0.0.1, localhost, 0.0.0.0, got {host!r}"
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_port_that_is_taken(host: str, tiny: Path) -> None:
+    with socket.create_server((host, 0)) as listener:
+        port = listener.getsockname()[1]
+        said = error("serve", "--model", tiny, "--host", host, "--port", str(port))
+        assert said == f"port: cannot listen on {host}:{port}: Address already in use"
+    assert problem_with_listening(host, port) is None
+
+
 # -- generate: bad lines -------------------------------------------------------------------------
 
 
@@ -270,6 +309,16 @@ def test_generate_defaults_for_lines(tiny: Path) -> None:
     assert first["usage"]["completion_tokens"] == 4
     assert other["usage"]["completion_tokens"] == 5
     assert not other["choices"][0]["text"].startswith(first["choices"][0]["text"])
+
+
+def test_generate_takes_both_names_of_max_tokens(tiny: Path) -> None:
+    """A line's own wins over the default for lines without any."""
+    fields = ({"max_completion_tokens": 3}, {"max_tokens": 3, "max_completion_tokens": 3}, {})
+    stdin = "\n".join(json.dumps({"prompt": "a", "ignore_eos": True} | more) for more in fields)
+    result = invoke("generate", "--model", tiny, "--max-tokens", "5", stdin=stdin)
+    assert result.exit_code == 0, result.stderr
+    outputs = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [output["usage"]["completion_tokens"] for output in outputs] == [3, 3, 5]
 
 
 def test_generate_stop_string(tiny: Path) -> None:

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from pagoda.cluster.ingress.fields import GenerationFields, Strict
 from pagoda.cluster.ingress.problems import first_problem
 from pagoda.cluster.ingress.schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from pagoda.worker.errors import MAX_QUOTED, InvalidRequestError
+from pagoda.worker.errors import InvalidRequestError
+from pagoda.worker.quoting import MAX_MESSAGE, MAX_QUOTED
 
 GOOD: dict[type[Strict], dict[str, Any]] = {
     ChatCompletionRequest: {"model": "m", "messages": [{"role": "user", "content": "Hello"}]},
@@ -78,5 +79,5 @@ def test_refusal_of_megabytes_is_short(fields: dict[str, Any]) -> None:
     field, message = refusal(CompletionRequest, GOOD[CompletionRequest] | fields)
     assert field is not None
     assert len(field) <= MAX_QUOTED
-    assert len(message) <= 2 * MAX_QUOTED
+    assert len(message) <= MAX_QUOTED + MAX_MESSAGE
     assert "…" in message

@@ -8,7 +8,7 @@ import pytest
 from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.logs import LOG_LEVELS, log_through_serve
 from pagoda.worker.config import EngineConfig
-from pagoda.worker.errors import ConfigError, InvalidRequestError, OverloadedError
+from pagoda.worker.errors import ConfigError
 
 
 class Collector(logging.Handler):
@@ -25,12 +25,10 @@ def serves() -> Iterator[Collector]:
     """What stands for Serve's log file."""
     ours, serves, collector = logging.getLogger("pagoda"), logging.getLogger("ray.serve"), Collector()
     before = (ours.level, ours.propagate, ours.handlers, serves.level, serves.handlers)
-    filters = list(serves.filters)
     serves.handlers = [collector]
     serves.setLevel(logging.WARNING)
     yield collector
     ours.level, ours.propagate, ours.handlers, serves.level, serves.handlers = before
-    serves.filters = filters
     for logger in (ours, serves):
         logger.setLevel(logger.level)
 
@@ -71,30 +69,3 @@ def test_quiet_is_the_default() -> None:
 def test_unknown_level_is_refused() -> None:
     with pytest.raises(ConfigError, match="log_level must be one of debug, info, warning, error, got 'loud'"):
         ClusterConfig(EngineConfig(None), "m", log_level="loud")  # type: ignore[arg-type]
-
-
-class StatusError(Exception):
-    """What Serve makes of an exception that has a status."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.original_exception = error
-
-
-def fail_in_a_grpc_method(error: Exception) -> None:
-    """As Serve does: logs what the method raised, wraps it, and logs that."""
-    for raised in (error, StatusError(error)):
-        try:
-            raise raised
-        except Exception:
-            logging.getLogger("ray.serve").exception("Request failed.")
-
-
-def test_clients_mistake_leaves_no_stack_trace(serves: Collector) -> None:
-    """Its status has told the client all there is to tell; what is our own failure shows, twice as Serve likes it."""
-    log_through_serve("warning")
-    for error in (InvalidRequestError("n", "must be at least 1"), OverloadedError("try again")):
-        fail_in_a_grpc_method(error)
-    assert serves.lines == []
-    fail_in_a_grpc_method(ValueError("a bug"))
-    assert len(serves.lines) == 2

@@ -55,7 +55,7 @@ def answering(status: int, *, route: str | None = "/x", counts: AnswerCounts | N
         if counts is not None:
             record = record_of(HttpRequest(scope))
             record.follow(lambda: counts)
-            record.first_token_arrives()
+            record.tokens_arrive()
         await send({"type": "http.response.start", "status": status})
         await send({"type": "http.response.body"})
 

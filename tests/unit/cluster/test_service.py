@@ -50,15 +50,20 @@ class FakeWorkerClient:
     """Streams batches of outputs that the test wrote, then waits for ever if told to."""
 
     def __init__(
-        self, *batches: list[SequenceOutput], then_hangs: bool = False, error: Exception | None = None
+        self,
+        *batches: list[SequenceOutput],
+        then_hangs: bool = False,
+        then_fails: bool = False,
+        error: Exception | None = None,
     ) -> None:
         self.batches = batches
+        self.then_fails = then_fails
         self.then_hangs = then_hangs
         self.error = error
         self.requests: list[Request] = []
         self.is_streaming = asyncio.Event()
         self.num_given = 0
-        self.aborted_samples: list[int] = []
+        self.completed_samples: list[int] = []
         self.is_closed = False
 
     async def ping(self) -> None:
@@ -76,12 +81,17 @@ class FakeWorkerClient:
                 yield batch
             if self.then_hangs:
                 await asyncio.Event().wait()
+            if self.then_fails:
+                raise EngineStoppedError("the worker is gone")
         finally:
             self.is_closed = True
 
-    def abort_sample(self, request_id: RequestId, index: int) -> None:
+    def abort(self, request_id: RequestId) -> None:
+        raise AssertionError(f"nobody asked to abort {request_id}")
+
+    def complete_sample(self, request_id: RequestId, index: int) -> None:
         assert request_id == self.requests[-1].request_id
-        self.aborted_samples.append(index)
+        self.completed_samples.append(index)
 
 
 def out(
@@ -230,7 +240,9 @@ async def test_stop_string_ends_one_sample_while_the_other_goes_on() -> None:
         [(1, "z", None)],
         [(1, "!", LENGTH)],
     ]
-    assert client.aborted_samples == [0]
+    assert client.completed_samples == [0]
+    await until_no_task_is_left()
+    assert client.is_closed
 
 
 async def test_batch_of_which_nothing_is_left_is_not_shown() -> None:
@@ -238,11 +250,40 @@ async def test_batch_of_which_nothing_is_left_is_not_shown() -> None:
     assert await texts(client, n=2, stop=(".",)) == [[(0, "", STOP), (1, "x", None)], [(1, "y", LENGTH)]]
 
 
-async def test_stream_is_closed_when_stop_strings_ended_all_samples() -> None:
-    """The worker would go on to `max_tokens`; closing the stream aborts the request there."""
-    client = FakeWorkerClient([out(0, "a."), out(1, "b")], [out(1, "c.")], [out(1, "junk")], then_hangs=True)
+async def test_worker_ends_what_stop_strings_ended_while_nobody_waits() -> None:
+    """Its call is left to return by itself: cancelled, the request would count as aborted."""
+    client = FakeWorkerClient([out(0, "a."), out(1, "b")], [out(1, "c.")], [out(1, "junk", STOP)])
     assert await texts(client, n=2, stop=(".",)) == [[(0, "a", STOP), (1, "b", None)], [(1, "c", STOP)]]
+    assert client.completed_samples == [0, 1]
+    assert (client.num_given, client.is_closed) == (2, False)
+    await until_no_task_is_left()
+    assert (client.num_given, client.is_closed) == (3, True)
+
+
+async def test_reader_that_leaves_at_the_stop_string_aborts_nothing() -> None:
+    client = FakeWorkerClient([out(0, "a.")], [out(0, "junk", STOP)])
+    outputs = service(client).generate([1], SamplingParams(stop=(".",))).outputs
+    await anext(outputs)
+    await outputs.aclose()
+    assert not client.is_closed
+    await until_no_task_is_left()
     assert client.num_given == 2
+
+
+async def test_worker_that_does_not_end_what_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing the stream aborts it in the end, so that its place is not lost."""
+    monkeypatch.setattr("pagoda.cluster.ingress.service._END_GRACE_S", 0.001)
+    client = FakeWorkerClient([out(0, "a.")], then_hangs=True)
+    assert await texts(client, stop=(".",)) == [[(0, "a", STOP)]]
+    await until_no_task_is_left()
+    assert client.is_closed
+
+
+async def test_worker_lost_before_it_ends_what_is_whole() -> None:
+    """The client has its answer; nobody is left who could be told."""
+    client = FakeWorkerClient([out(0, "a.")], then_fails=True)
+    assert await texts(client, stop=(".",)) == [[(0, "a", STOP)]]
+    await until_no_task_is_left()
     assert client.is_closed
 
 
@@ -337,6 +378,10 @@ async def read_all(merged: list[Generation]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         async for _ in merge(merged):
             pass
+
+
+async def until_no_task_is_left() -> None:
+    await asyncio.wait_for(asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()})), DEADLINE_S)
 
 
 def assert_no_task_is_left() -> None:

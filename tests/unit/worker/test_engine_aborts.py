@@ -68,3 +68,13 @@ def test_late_double_and_unknown_aborts_are_ignored(client: Client) -> None:
     client.engine.shutdown()
     client.engine.abort(RequestId("a"))
     assert client.engine.failure is None
+
+
+def test_sample_that_its_reader_found_whole(client: Client) -> None:
+    """A stop string: the sample ends as stopped, the other one goes on."""
+    client.add("a", n=2, max_tokens=200)
+    client.engine.start()
+    client.wait_for_tokens("a", 3)
+    client.engine.abort(RequestId("a"), 0, FinishReason.STOP)
+    assert client.reason("a", 0) is FinishReason.STOP
+    assert client.reason("a", 1) is FinishReason.LENGTH

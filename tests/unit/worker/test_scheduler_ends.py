@@ -193,3 +193,24 @@ def test_id_in_use_is_refused() -> None:
     replica.add("a", prompt(3))
     with pytest.raises(IntegrityError, match="a is here already"):
         replica.scheduler.add(Request(RequestId("a"), (1,), SamplingParams()), seed=0, hash_root=hash_root(b""))
+
+
+def test_sample_that_its_reader_found_whole() -> None:
+    """It ends as stopped, alone; its blocks are free at once and stay in the cache."""
+    replica = Replica(vocab_size=1000, num_blocks=64)
+    replica.add("a", prompt(9), n=2, temperature=1.0, seed=3, max_tokens=30)
+    for _ in range(20):
+        replica.step()
+    num_held = replica.pool.num_blocks - replica.pool.num_free
+    (end,) = replica.scheduler.abort(RequestId("a"), 1, FinishReason.STOP)
+    assert (end.index, end.finish_reason, end.stop_reason) == (1, FinishReason.STOP, None)
+    assert replica.pool.num_blocks - replica.pool.num_free < num_held
+    assert replica.scheduler.abort(RequestId("a"), 1, FinishReason.STOP) == []
+    replica.scheduler.check_integrity()
+    assert len(replica.abort("a")) == 1
+    assert replica.pool.num_free == replica.pool.num_blocks
+    written = (*prompt(9), *replica.output("a", 1))
+    replica.add("next turn", written, max_tokens=1)
+    replica.step()
+    num_computed = len(written) - 1  # the last token was sampled, but never put through the model
+    assert replica.stats.num_hit_tokens == num_computed - num_computed % replica.manager.block_size

@@ -1,0 +1,35 @@
+"""The gRPC status of every error, by its cause."""
+
+from dataclasses import dataclass
+
+import grpc
+
+from pagoda.cluster.ingress.service import RequestAbortedError
+from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
+from pagoda.worker.quoting import shortened
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcStatus:
+    """What a client gets for an error."""
+
+    code: grpc.StatusCode
+    details: str
+
+
+def status_of(error: PagodaError) -> GrpcStatus:
+    """The status of an error. A name that is served nowhere is not found, whatever it names."""
+    match error:
+        case InvalidRequestError(field="model" | "service"):
+            code = grpc.StatusCode.NOT_FOUND
+        case InvalidRequestError():
+            code = grpc.StatusCode.INVALID_ARGUMENT
+        case OverloadedError():
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        case RequestAbortedError():
+            code = grpc.StatusCode.ABORTED
+        case EngineStoppedError():
+            code = grpc.StatusCode.UNAVAILABLE
+        case _:
+            code = grpc.StatusCode.INTERNAL
+    return GrpcStatus(code, shortened(str(error)))

@@ -1,0 +1,42 @@
+"""A small server, and what tests of the API ask of it. The model is random, so answers mean nothing."""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import httpx
+from local_server import LocalServer, serve_locally, tiny_engine_config
+
+from pagoda.worker.config import CacheConfig, SchedulerConfig
+
+MODEL = "tiny"
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 4096
+LONG = MAX_MODEL_LEN - 100
+"""An output that takes seconds: whoever goes away meanwhile goes early."""
+MAX_NUM_SEQS, MAX_NUM_WAITING = 4, 8
+HELLO = [{"role": "user", "content": "Hello"}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def serve_tiny(tiny: Path) -> AbstractContextManager[LocalServer]:
+    config = tiny_engine_config(
+        tiny,
+        max_model_len=MAX_MODEL_LEN,
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=1024),
+        scheduler=SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_waiting=MAX_NUM_WAITING),
+    )
+    return serve_locally(config, model_name=MODEL)
+
+
+def post(server: LocalServer, path: str, content: bytes | str) -> httpx.Response:
+    return server.http.post(path, content=content)
+
+
+def assert_is_error(response: httpx.Response, status: int, param: str | None, *, code: str | None = None) -> None:
+    """Exactly the shape that OpenAI clients expect."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert (body["error"]["param"], body["error"]["code"]) == (param, code)
+    assert body["error"]["message"]

@@ -2,8 +2,11 @@
 
 Serve gives its logger a file and leaves the root logger alone; and what a replica writes to its standard error goes
 through Serve's logger at level info, which Serve's own level cuts off.
+
+Serve writes a stack trace when a client leaves a gRPC stream between two messages. That is no failure.
 """
 
+import asyncio
 import logging
 from typing import Literal, get_args
 
@@ -21,9 +24,16 @@ class _ThroughServe(logging.Handler):
         logging.getLogger(_SERVES).handle(record)
 
 
+def _tells_of_no_leaving(record: logging.LogRecord) -> bool:
+    """A filter."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, GeneratorExit | asyncio.CancelledError)
+
+
 def log_through_serve(level: LogLevel) -> None:
     """From now on our own records of `level` and above go where Serve's go, in this process."""
     ours = logging.getLogger(_OURS)
     ours.setLevel(level.upper())
     ours.propagate = False
     ours.handlers = [_ThroughServe()]
+    logging.getLogger(_SERVES).addFilter(_tells_of_no_leaving)  # once, however often

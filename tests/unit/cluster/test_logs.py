@@ -1,5 +1,6 @@
 """Our records reach Serve's handlers, by our level and not by Serve's."""
 
+import asyncio
 import logging
 from collections.abc import Iterator
 
@@ -25,10 +26,12 @@ def serves() -> Iterator[Collector]:
     """What stands for Serve's log file."""
     ours, serves, collector = logging.getLogger("pagoda"), logging.getLogger("ray.serve"), Collector()
     before = (ours.level, ours.propagate, ours.handlers, serves.level, serves.handlers)
+    filters = list(serves.filters)
     serves.handlers = [collector]
     serves.setLevel(logging.WARNING)
     yield collector
     ours.level, ours.propagate, ours.handlers, serves.level, serves.handlers = before
+    serves.filters = filters
     for logger in (ours, serves):
         logger.setLevel(logger.level)
 
@@ -69,3 +72,15 @@ def test_quiet_is_the_default() -> None:
 def test_unknown_level_is_refused() -> None:
     with pytest.raises(ConfigError, match="log_level must be one of debug, info, warning, error, got 'loud'"):
         ClusterConfig(EngineConfig(None), "m", log_level="loud")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("leaving", [GeneratorExit, asyncio.CancelledError])
+def test_client_that_leaves_is_no_failure(serves: Collector, leaving: type[BaseException]) -> None:
+    """Serve reports an open stream that is closed as an unexpected error; other errors stay."""
+    log_through_serve("warning")
+    for error in (leaving, ValueError):
+        try:
+            raise error
+        except BaseException:
+            logging.getLogger("ray.serve").exception("failed with %s", error.__name__)
+    assert serves.lines == ["failed with ValueError"]

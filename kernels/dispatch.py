@@ -14,12 +14,16 @@ from pagoda.kernels.torch_ops import TorchOperators
 logger = logging.getLogger(__name__)
 
 
-def operators_for(device: torch.device, dtype: torch.dtype) -> Operators[Any, Any]:
-    """The fastest operators for tensors of `dtype` on `device`; on the CPU with as many threads as torch has now.
+def operators_for(device: torch.device, dtype: torch.dtype, num_threads: int) -> Operators[Any, Any]:
+    """The fastest operators for tensors of `dtype` on `device`; on the CPU they compute with `num_threads`.
 
-    Builds the CPU kernels if that has not been done. Where they cannot be built, warns and falls back on torch's.
+    Builds the CPU kernels if that has not been done; where they cannot be built, warns and falls back on torch's. Also
+    sets torch's own number of threads, on the CPU: to 1 if the kernels bring theirs, which torch's would only disturb.
     """
-    if device.type != "cpu" or dtype not in DTYPES:
+    if device.type != "cpu":
+        return TorchOperators()
+    torch.set_num_threads(num_threads)
+    if dtype not in DTYPES:
         return TorchOperators()
     best = supported_instruction_sets()[0]
     try:
@@ -27,4 +31,5 @@ def operators_for(device: torch.device, dtype: torch.dtype) -> Operators[Any, An
     except (BuildError, OSError) as error:
         logger.warning("PyTorch's operators serve, several times slower than the CPU kernels: %s", error)
         return TorchOperators()
-    return CpuOperators(functions, instruction_set=best.name, num_threads=torch.get_num_threads())
+    torch.set_num_threads(1)
+    return CpuOperators(functions, instruction_set=best.name, num_threads=num_threads)

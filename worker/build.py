@@ -2,14 +2,15 @@
 
 import json
 import logging
+import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from pagoda.kernels.dispatch import operators_for
+from pagoda.kernels.torch_ops import TorchOperators
 from pagoda.worker.block_hash import HashDomain
 from pagoda.worker.block_pool import BlockPool
 from pagoda.worker.config import DTYPES, GIB, EngineConfig, EngineLimits
@@ -77,7 +78,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     if device.type == "cpu" and config.fake_step_s is None:
         _check_memory(num_blocks * spec.block_bytes, sum(path.stat().st_size for path in files))
     with torch.device("meta"):
-        check_weights(LlamaModel(model, operators_for(torch.device("meta"), torch.float32)).checkpoint_views(), files)
+        check_weights(LlamaModel(model, TorchOperators()).checkpoint_views(), files)
     return EnginePlan(model, files, device, dtype_name, spec, num_blocks, limits)
 
 
@@ -98,16 +99,11 @@ def build_engine(
     Raises as `plan_engine` does, and `ModelError` for a checkpoint that does not fit its config.
     """
     plan = plan_engine(config)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     executor: Executor
     if config.fake_step_s is not None:
         executor = FakeRunner(step_s=config.fake_step_s, vocab_size=plan.model.vocab_size)
     else:
-        # In a thread that ends: OpenMP keeps a team for every thread that has used it, and as soon as there are more
-        # threads than cores, all of them stop spinning between two loops. The engine's thread shall have the only one.
-        with ThreadPoolExecutor(1) as loading:
-            executor = loading.submit(_load, plan, progress).result()
+        executor = _load(plan, config.num_threads, progress)
     logger.info(
         "%s: %d layers, %s on %s; KV cache of %d blocks, %d tokens, %.2f GiB",
         config.model_path.name,
@@ -141,9 +137,12 @@ def build_engine(
     )
 
 
-def load_model(plan: EnginePlan, progress: Progress) -> tuple[LlamaModel, torch.Tensor]:
-    """The model, ready to run, and an empty cache for it: NL2PKD, of the plan's dtype and device."""
-    ops = operators_for(plan.device, plan.dtype)
+def load_model(plan: EnginePlan, num_threads: int | None, progress: Progress) -> tuple[LlamaModel, torch.Tensor]:
+    """The model, ready to run, and an empty cache for it: NL2PKD, of the plan's dtype and device.
+
+    On the CPU it computes with `num_threads`; None: one for each core that this process may use.
+    """
+    ops = operators_for(plan.device, plan.dtype, num_threads or len(os.sched_getaffinity(0)))
     with default_dtype(plan.dtype), plan.device:
         model = LlamaModel(plan.model, ops)
         cache_NL2PKD = torch.zeros(
@@ -154,8 +153,8 @@ def load_model(plan: EnginePlan, progress: Progress) -> tuple[LlamaModel, torch.
     return model, cache_NL2PKD
 
 
-def _load(plan: EnginePlan, progress: Progress) -> Runner:
-    model, cache_NL2PKD = load_model(plan, progress)
+def _load(plan: EnginePlan, num_threads: int | None, progress: Progress) -> Runner:
+    model, cache_NL2PKD = load_model(plan, num_threads, progress)
     batch = InputBatch(
         max_num_seqs=plan.limits.max_num_seqs,
         max_model_len=plan.limits.max_model_len,

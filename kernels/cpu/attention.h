@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "panel.h"
+#include "team.h"
 
 namespace pagoda {
 
@@ -431,17 +432,16 @@ public:
     }
 
     // Called by every thread of a team; all have finished when it returns.
-    void run() {
+    void run(Team& team) {
         Walk<T> walk(a, rows_);
         Softmax done(rows_, a.padded_size());
-#pragma omp for schedule(dynamic, 1)
-        for (size_t index = 0; index < parts_.size(); ++index) {
-            walk.begin(tasks_[parts_[index].task]);
-            walk.walk(parts_[index].chunk);
-            softmaxes_[index] = walk.softmax;
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (size_t index = 0; index < tasks_.size(); ++index) {
+        if (!parts_.empty())
+            team.take(parts_.size(), [&](int64_t index) {
+                walk.begin(tasks_[parts_[index].task]);
+                walk.walk(parts_[index].chunk);
+                softmaxes_[index] = walk.softmax;
+            });
+        team.take(tasks_.size(), [&](int64_t index) {
             walk.begin(tasks_[index]);
             const int64_t rows = walk.num_rows(), size = a.padded_size();
             done.clear(rows, size);
@@ -450,7 +450,7 @@ public:
                 merge(done, parts_.empty() ? walk.softmax : softmaxes_[first_part_[index] + chunk], rows, size);
             }
             walk.finish(done);
-        }
+        });
     }
 
 private:

@@ -68,16 +68,15 @@ void attention_block(const AttentionBlock<T>& b, int num_threads) {
     const LinearArguments<T> project = applied(*b.qkv, normed, b.rows, qkv);
     const LinearArguments<T> output = applied(*b.output, attended, b.rows, b.out);
     Attention<T> step(attention, num_threads);
-#pragma omp parallel num_threads(num_threads)
-    {
-        add_rms_norm(b.x, b.residual, b.norm, normed, b.rows, b.hidden, b.eps);
-        linear(project);
-        if (b.q_norm) rms_norm_heads(qkv, columns, b.q_norm, b.rows, heads, size, b.eps);
-        if (b.k_norm) rms_norm_heads(qkv + heads * size, columns, b.k_norm, b.rows, kv_heads, size, b.eps);
-        rope_kv_write(rope);
-        step.run();
-        linear(output);
-    }
+    on_team(num_threads, [&](Team& team) {
+        add_rms_norm(team, b.x, b.residual, b.norm, normed, b.rows, b.hidden, b.eps);
+        linear(team, project);
+        if (b.q_norm) rms_norm_heads(team, qkv, columns, b.q_norm, b.rows, heads, size, b.eps);
+        if (b.k_norm) rms_norm_heads(team, qkv + heads * size, columns, b.k_norm, b.rows, kv_heads, size, b.eps);
+        rope_kv_write(team, rope);
+        step.run(team);
+        linear(team, output);
+    });
 }
 
 template <class T>
@@ -86,12 +85,11 @@ void feed_forward_block(const FeedForwardBlock<T>& b, int num_threads) {
     T* inner = normed + b.rows * b.hidden;
     const LinearArguments<T> gate_up = applied(*b.gate_up, normed, b.rows, inner);
     const LinearArguments<T> down = applied(*b.down, inner, b.rows, b.out);
-#pragma omp parallel num_threads(num_threads)
-    {
-        add_rms_norm(b.x, b.residual, b.norm, normed, b.rows, b.hidden, b.eps);
-        linear(gate_up);
-        linear(down);
-    }
+    on_team(num_threads, [&](Team& team) {
+        add_rms_norm(team, b.x, b.residual, b.norm, normed, b.rows, b.hidden, b.eps);
+        linear(team, gate_up);
+        linear(team, down);
+    });
 }
 
 }  // namespace pagoda

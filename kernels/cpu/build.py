@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch
-
 SOURCES = Path(__file__).parent
 DEFAULT_FOLDER = Path.home() / ".cache" / "pagoda" / "kernels"
 _COMPILERS = ("c++", "g++", "clang++")
 _COMPILE_LIMIT_S = 300
-_FLAGS = ("-O3", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-Wall", "-Wextra", "-Wno-maybe-uninitialized")
+_FLAGS = ("-O3", "-std=c++20", "-pthread", "-shared", "-fPIC", "-Wall", "-Wextra", "-Wno-maybe-uninitialized")
 
 
 class BuildError(Exception):
@@ -86,7 +84,7 @@ def _command(instruction_set: InstructionSet) -> list[str]:
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise BuildError(f"there is no C++ compiler: none of {', '.join(_COMPILERS)} is on the path")
-    return [compiler, *_FLAGS, *instruction_set.compiler_flags, str(SOURCES / "kernels.cpp"), *_openmp()]
+    return [compiler, *_FLAGS, *instruction_set.compiler_flags, str(SOURCES / "kernels.cpp")]
 
 
 def _compile(command: list[str], path: Path) -> None:
@@ -103,13 +101,6 @@ def _compile(command: list[str], path: Path) -> None:
         raise BuildError(f"{command[0]} did not end within {_COMPILE_LIMIT_S} s") from error
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _openmp() -> list[str]:
-    """torch's own OpenMP: a second one in the process would have threads of its own."""
-    places = (Path(torch.__file__).parent / "lib", Path(torch.__file__).parents[1] / "torch.libs")
-    found = sorted(str(path) for place in places for path in place.glob("libgomp*.so*"))
-    return ["-Wl,--as-needed", *found[:1]]
 
 
 def _digest(command: list[str]) -> str:

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "panel.h"
+#include "team.h"
 
 namespace pagoda {
 
@@ -33,35 +34,33 @@ inline void norm_row(const X* x, const T* weight, T* out, int64_t size, float ep
 }
 
 template <class T>
-void rms_norm(const T* x, const T* weight, T* out, int64_t rows, int64_t size, float eps) {
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; ++row) norm_row(x + row * size, weight, out + row * size, size, eps);
+void rms_norm(Team& team, const T* x, const T* weight, T* out, int64_t rows, int64_t size, float eps) {
+    team.share(rows, [&](int64_t row) { norm_row(x + row * size, weight, out + row * size, size, eps); });
 }
 
 // The norm of each of `heads` heads of each token, in place; tokens are `stride` apart.
 template <class T>
-void rms_norm_heads(T* x, int64_t stride, const T* weight, int64_t tokens, int64_t heads, int64_t size, float eps) {
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < tokens; ++token)
+void rms_norm_heads(
+    Team& team, T* x, int64_t stride, const T* weight, int64_t tokens, int64_t heads, int64_t size, float eps) {
+    team.share(tokens, [&](int64_t token) {
         for (int64_t head = 0; head < heads; ++head) {
             T* numbers = x + token * stride + head * size;
             norm_row(numbers, weight, numbers, size, eps);
-        }
+        } });
 }
 
 // residual += x; out = norm of residual.
 template <class T>
 void add_rms_norm(
-    const T* x, float* residual, const T* weight, T* out, int64_t rows, int64_t size, float eps) {
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; ++row) {
+    Team& team, const T* x, float* residual, const T* weight, T* out, int64_t rows, int64_t size, float eps) {
+    team.share(rows, [&](int64_t row) {
         const T* added = x + row * size;
         float* sum = residual + row * size;
         const int64_t whole = size / W * W;
         for (int64_t i = 0; i < whole; i += W) store(sum + i, load<Floats>(sum + i) + load_floats(added + i));
         for (int64_t i = whole; i < size; ++i) sum[i] += widen(added[i]);
         norm_row(sum, weight, out + row * size, size, eps);
-    }
+    });
 }
 
 template <class T>
@@ -100,23 +99,22 @@ struct RopeArguments {
 };
 
 template <class T>
-void rope_kv_write(const RopeArguments<T>& a) {
+void rope_kv_write(Team& team, const RopeArguments<T>& a) {
     const int64_t width = a.kv_heads * a.size;
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < a.tokens; ++token) {
+    team.share(a.tokens, [&](int64_t token) {
         const float *cos = a.cos + token * a.size, *sin = a.sin + token * a.size;
         for (int64_t head = 0; head < a.heads; ++head) {
             T* q = a.q + token * a.q_stride + head * a.size;
             rotate(q, q, cos, sin, a.size);
         }
         const int64_t slot = a.slots[token];
-        if (slot < 0) continue;
+        if (slot < 0) return;
         T* keys = a.cache + slot / a.block_size * a.block_stride + slot % a.block_size * width;
         for (int64_t head = 0; head < a.kv_heads; ++head)
             rotate(a.k + token * a.k_stride + head * a.size, keys + head * a.size, cos, sin, a.size);
         T* values = keys + a.block_size * width;
         std::memcpy(values, a.v + token * a.v_stride, width * sizeof(T));
-    }
+    });
 }
 
 }  // namespace pagoda

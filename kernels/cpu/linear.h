@@ -4,11 +4,12 @@
 #include <vector>
 
 #include "panel.h"
+#include "team.h"
 
 namespace pagoda {
 
 constexpr int64_t DEPTH_BLOCK = 2048;  // of a panel: 128 KiB of bfloat16, which stay in the L2 cache
-constexpr int64_t ROW_BLOCK = 192;
+constexpr int64_t ROW_BLOCK = 2304;        // of x: each panel is read once for so many tokens
 
 enum Activation : int64_t { NONE = 0, SILU = 1, GELU = 2 };
 
@@ -17,17 +18,16 @@ inline int64_t num_panels(int64_t num_columns) { return (num_columns + PANEL - 1
 // weight[row][depth] -> panels. `source_of(column)` is the row that becomes a packed column; -1 makes it zeros.
 // Called by every thread of a team.
 template <class T, class SourceOf>
-void pack(const T* weight, int64_t panel_count, int64_t depth, T* panels, SourceOf source_of) {
+void pack(Team& team, const T* weight, int64_t panel_count, int64_t depth, T* panels, SourceOf source_of) {
     constexpr int P = PER_LANE<T>;
-#pragma omp for schedule(static)
-    for (int64_t panel = 0; panel < panel_count; ++panel) {
+    team.share(panel_count, [&](int64_t panel) {
         T* to = panels + panel * PANEL * depth;
         for (int column = 0; column < PANEL; ++column) {
             const int64_t source = source_of(panel * PANEL + column);
             for (int64_t d = 0; d < depth; ++d)
                 to[(d / P * PANEL + column) * P + d % P] = source < 0 ? T{} : weight[source * depth + d];
         }
-    }
+    });
 }
 
 // Where column `packed` of a gated weight comes from: each panel holds 16 columns of the gate, then the same of up.
@@ -98,15 +98,14 @@ void multiply_panel(const LinearArguments<T>& a, int64_t panel, int64_t first_ro
 
 // Called by every thread of a team; all have finished when it returns.
 template <class T>
-void linear(const LinearArguments<T>& a) {
+void linear(Team& team, const LinearArguments<T>& a) {
     const int64_t panels = num_panels(a.activation == NONE ? a.columns : 2 * a.columns);
     const int64_t row_blocks = (a.rows + ROW_BLOCK - 1) / ROW_BLOCK;
     std::vector<float> sums(a.depth > DEPTH_BLOCK ? std::min(a.rows, ROW_BLOCK) * PANEL : 0);
-#pragma omp for schedule(static)
-    for (int64_t task = 0; task < row_blocks * panels; ++task) {
+    team.share(row_blocks * panels, [&](int64_t task) {
         const int64_t first = task / panels * ROW_BLOCK;
         multiply_panel(a, task % panels, first, std::min(ROW_BLOCK, a.rows - first), sums.data());
-    }
+    });
 }
 
 }  // namespace pagoda

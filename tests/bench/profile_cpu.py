@@ -5,6 +5,7 @@ The table is made with the halves of a layer taken apart into their operators, s
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -70,9 +71,9 @@ def batch_of(num_requests: int, context_len: int, block_size: int) -> AttentionB
     )
 
 
-def table(num_requests: int, context_len: int, model_path: Path) -> None:
+def table(num_requests: int, context_len: int, model_path: Path, num_threads: int) -> None:
     cache = CacheConfig(num_blocks=num_requests * (1 + context_len // 16))
-    model, cache_NL2PKD = load_model(plan_engine(EngineConfig(model_path, cache=cache)), lambda *_: None)
+    model, cache_NL2PKD = load_model(plan_engine(EngineConfig(model_path, cache=cache)), num_threads, lambda *_: None)
     batch = batch_of(num_requests, context_len, cache_NL2PKD.shape[3])
     token_ids_B = torch.randint(0, model.config.vocab_size, (num_requests,))
     positions_B = torch.full((num_requests,), context_len - 1)
@@ -94,7 +95,7 @@ def table(num_requests: int, context_len: int, model_path: Path) -> None:
         apart_s = step_s(timed)
     rows = sorted(((seconds / NUM_STEPS, name) for name, seconds in timed.seconds.items()), reverse=True)
     rows.append((apart_s - sum(seconds for seconds, _ in rows), "everything else"))
-    print(f"{num_requests} requests of {context_len} tokens, {served.name}, {torch.get_num_threads()} threads")
+    print(f"{num_requests} requests of {context_len} tokens, {served.name}, {num_threads} threads")
     for seconds, name in rows:
         print(f"  {name:<24}{seconds * 1e3:8.2f} ms {seconds / apart_s:6.1%}")
     print(f"  {'sum':<24}{apart_s * 1e3:8.2f} ms")
@@ -113,10 +114,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--context", type=int, default=200, help="tokens of each request")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     model_path = ModelStore(Path.home() / ".cache/pagoda/models").path_of(MODEL)
-    table(arguments.requests, arguments.context, model_path)
-    flame(model_path, torch.get_num_threads())
+    table(arguments.requests, arguments.context, model_path, arguments.threads)
+    flame(model_path, arguments.threads)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ class Serving:
         )
         self._outputs: SimpleQueue[list[SequenceOutput]] = SimpleQueue()
         self._engine = build_engine(config, on_outputs=self._outputs.put, progress=lambda *_: None)
+        torch.set_num_threads(NUM_THREADS)  # for the oracle
         self._is_started = False
         self._num_requests = 0
 

@@ -32,9 +32,8 @@ def prompt(smollm2: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def served(smollm2: Path) -> tuple[LlamaModel, torch.Tensor]:
-    torch.set_num_threads(NUM_THREADS)
     config = EngineConfig(smollm2, dtype="bfloat16", device="cpu", cache=CacheConfig(block_size=P, num_blocks=64))
-    return load_model(plan_engine(config), progress=lambda *_: None)
+    return load_model(plan_engine(config), NUM_THREADS, progress=lambda *_: None)
 
 
 def logits(served: tuple[LlamaModel, torch.Tensor], token_ids: list[int], chunks: list[int]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from paged import DTYPES, REFERENCE, assert_close, random_rows
 
 from pagoda.kernels.interface import Activation, Operators
 
-SHAPES = ((1, 576, 960), (3, 64, 33), (13, 96, 31), (25, 2050, 64), (7, 33, 48), (200, 34, 65))
+SHAPES = ((1, 576, 960), (3, 64, 33), (13, 96, 31), (25, 2050, 64), (7, 33, 48), (2400, 34, 65))
 """(T, I, O): columns that fill no panel, an odd depth, a depth and a number of rows of more than one block."""
 
 

@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV), which takes minutes"
 	@$(PIP) torch | $(TELL)
 	@$(PIP) --editable '.[dev]' | $(TELL)
-	@$(BIN)/python -m pagoda.kernels.cpu.build
+	@$(BIN)/python -m pagoda.kernels.cpu
 	touch $(STAMP)
 
 lint: $(STAMP)

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from pagoda.kernels.cpu.build import BuildError, library, supported_instruction_sets
-from pagoda.kernels.cpu.library import DTYPES, load
+from pagoda.kernels.cpu.build import BuildError
+from pagoda.kernels.cpu.library import DTYPES, load_best
 from pagoda.kernels.cpu.operators import CpuOperators
 from pagoda.kernels.interface import Operators
 from pagoda.kernels.torch_ops import TorchOperators
@@ -25,11 +25,10 @@ def operators_for(device: torch.device, dtype: torch.dtype, num_threads: int) ->
     torch.set_num_threads(num_threads)
     if dtype not in DTYPES:
         return TorchOperators()
-    best = supported_instruction_sets()[0]
     try:
-        functions = load(library(best))
-    except (BuildError, OSError) as error:
+        instruction_set, functions = load_best()
+    except BuildError as error:
         logger.warning("PyTorch's operators serve, several times slower than the CPU kernels: %s", error)
         return TorchOperators()
     torch.set_num_threads(1)
-    return CpuOperators(functions, instruction_set=best.name, num_threads=num_threads)
+    return CpuOperators(functions, instruction_set=instruction_set.name, num_threads=num_threads)

@@ -1,6 +1,6 @@
 """Compiles the C++ kernels, once for each instruction set, compiler and state of the sources.
 
-`python -m pagoda.kernels.cpu.build` builds the library of this machine ahead of time; without it the first engine does.
+`python -m pagoda.kernels.cpu` builds the library of this machine ahead of time; without it the first engine does.
 The result lies in the user's cache folder under a name that tells all that went into it, so it never goes stale.
 """
 
@@ -9,7 +9,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -37,8 +36,15 @@ class InstructionSet:
 _V3 = frozenset({"avx2", "fma", "bmi2", "f16c"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
+_V4_BF16 = _V4 | {"avx512_bf16"}
+
 INSTRUCTION_SETS = (
-    InstructionSet("avx512bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    InstructionSet(
+        "amx",
+        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-DPAGODA_AMX"),
+        _V4_BF16 | {"amx_tile", "amx_bf16"},
+    ),
+    InstructionSet("avx512bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4_BF16),
     InstructionSet("avx512", ("-march=x86-64-v4",), _V4),
     InstructionSet("avx2", ("-march=x86-64-v3",), _V3),
     InstructionSet("portable", (), frozenset()),
@@ -109,16 +115,3 @@ def _digest(command: list[str]) -> str:
     for source in [*sorted(SOURCES.glob("*.h")), SOURCES / "kernels.cpp"]:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def main() -> None:
-    """Build what this machine will use, and say what that is. That there is no compiler is no failure: torch serves."""
-    best = supported_instruction_sets()[0]
-    try:
-        sys.stdout.write(f"CPU kernels for {best.name}: {library(best)}\n")
-    except BuildError as error:
-        sys.stderr.write(f"no CPU kernels, so PyTorch's operators will serve, several times slower: {error}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -44,6 +44,8 @@ using namespace pagoda;
     }
 
 extern "C" {
+// To be called once before all else; false if this machine cannot run what this was compiled for.
+bool pagoda_enable() { return enable_amx(); }
 PAGODA_OPERATORS(bf16, bf16)
 PAGODA_OPERATORS(float, f32)
 }

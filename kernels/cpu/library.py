@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pagoda.kernels.cpu.build import BuildError, InstructionSet, library, supported_instruction_sets
+
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
@@ -141,8 +143,11 @@ class Functions(NamedTuple):
 
 
 def load(path: Path) -> dict[torch.dtype, Functions]:
-    """The functions of a library made by `build.py`, by dtype."""
+    """The functions of a library made by `build.py`, by dtype. Raises OSError if this machine cannot run them."""
     library = ctypes.CDLL(str(path))
+    library.pagoda_enable.restype = ctypes.c_bool
+    if not library.pagoda_enable():
+        raise OSError(f"{path.name}: Linux does not let this process use the CPU's matrix tiles")
 
     def function(name: str, dtype: str) -> Any:
         found = getattr(library, f"pagoda_{name}_{dtype}")
@@ -152,3 +157,17 @@ def load(path: Path) -> dict[torch.dtype, Functions]:
     return {
         dtype: Functions(*(function(name, suffix) for name in Functions._fields)) for dtype, suffix in DTYPES.items()
     }
+
+
+def load_best() -> tuple[InstructionSet, dict[torch.dtype, Functions]]:
+    """The functions for the best instruction set that can be compiled and run here.
+
+    Raises `BuildError`, with what the best one failed of, if none can.
+    """
+    failures = []
+    for instruction_set in supported_instruction_sets():
+        try:
+            return instruction_set, load(library(instruction_set))
+        except (BuildError, OSError) as error:  # an old compiler does not know what the CPU can
+            failures.append(error)
+    raise BuildError(str(failures[0])) from failures[0]

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "amx.h"
 #include "panel.h"
 #include "team.h"
 
@@ -74,6 +75,25 @@ inline void finish_tile(const LinearArguments<T>& a, int64_t panel, int64_t row,
     }
 }
 
+// Rows that are multiplied with a panel at once.
+#if defined(PAGODA_AMX)
+template <class T>
+constexpr int GROUP = std::is_same_v<T, bf16> ? AMX_ROWS : MAX_ROWS;
+#else
+template <class T>
+constexpr int GROUP = MAX_ROWS;
+#endif
+
+template <class T>
+inline void multiply_group(int num_rows, const T* x, int64_t x_stride, const T* panel, int64_t depth, float* out) {
+#if defined(PAGODA_AMX)
+    if constexpr (std::is_same_v<T, bf16>)
+        multiply_amx(num_rows, x, x_stride, panel, depth, out);
+    else
+#endif
+        multiply(num_rows, x, x_stride, panel, depth, out);
+}
+
 template <class T>
 void multiply_panel(const LinearArguments<T>& a, int64_t panel, int64_t first_row, int64_t num_rows, float* sums) {
     const T* weight = a.panels + panel * PANEL * a.depth;
@@ -81,9 +101,9 @@ void multiply_panel(const LinearArguments<T>& a, int64_t panel, int64_t first_ro
         const int64_t depth = std::min(DEPTH_BLOCK, a.depth - begin);
         const bool is_first = begin == 0, is_last = begin + depth == a.depth;
         for_row_groups(num_rows, [&](int64_t group, int count) {
-            float tile[MAX_ROWS * PANEL];
+            float tile[GROUP<T> * PANEL];
             const int64_t row = first_row + group;
-            multiply(count, a.x + row * a.x_stride + begin, a.x_stride, weight + begin * PANEL, depth, tile);
+            multiply_group(count, a.x + row * a.x_stride + begin, a.x_stride, weight + begin * PANEL, depth, tile);
             float* sum = sums + group * PANEL;
             if (!is_first)
                 for (int i = 0; i < count * PANEL; i += W)
@@ -92,7 +112,7 @@ void multiply_panel(const LinearArguments<T>& a, int64_t panel, int64_t first_ro
                 finish_tile(a, panel, row, count, tile);
             else
                 std::copy(tile, tile + count * PANEL, sum);
-        });
+        }, GROUP<T>);
     }
 }
 

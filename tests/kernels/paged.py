@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pagoda.kernels.cpu.build import library, supported_instruction_sets
+from pagoda.kernels.cpu.build import InstructionSet, library, supported_instruction_sets
 from pagoda.kernels.cpu.library import load
 from pagoda.kernels.cpu.operators import CpuOperators
 from pagoda.kernels.interface import AttentionBatch, AttentionKind, Operators
@@ -21,9 +21,11 @@ from pagoda.kernels.reference import ReferenceOperators
 from pagoda.kernels.torch_ops import TorchOperators
 
 REFERENCE = ReferenceOperators()
+EMULATED_AMX = InstructionSet("amx-emulated", ("-march=native", "-DPAGODA_AMX", "-DPAGODA_AMX_EMULATED"), frozenset())
+"""The kernels that use matrix tiles, on machines that have none."""
 CPU_BACKENDS: list[Operators[Any, Any]] = [
     CpuOperators(load(library(instruction_set)), instruction_set=instruction_set.name, num_threads=2)
-    for instruction_set in supported_instruction_sets()
+    for instruction_set in [EMULATED_AMX, *supported_instruction_sets()]
 ]
 """The C++ kernels for every instruction set of this machine."""
 BACKENDS: list[Operators[Any, Any]] = [TorchOperators(), *CPU_BACKENDS]

@@ -1,6 +1,7 @@
 """Building the C++ kernels: once, again when something changes, and what happens where it cannot be done."""
 
 import logging
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from pagoda.kernels.cpu import build
 from pagoda.kernels.cpu.build import BuildError, library, supported_instruction_sets
+from pagoda.kernels.cpu.library import load_best
 from pagoda.kernels.cpu.operators import CpuOperators
 from pagoda.kernels.dispatch import operators_for
 from pagoda.kernels.torch_ops import TorchOperators
@@ -82,6 +84,13 @@ def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch, caplog
     assert ["c++" in record.getMessage() for record in caplog.records] == [True]
 
 
+def test_compiler_that_does_not_know_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next best is used, and nobody is warned."""
+    unknown = build.InstructionSet("future", ("-march=future",), frozenset())
+    monkeypatch.setattr("pagoda.kernels.cpu.library.supported_instruction_sets", lambda: [unknown, PORTABLE])
+    assert load_best()[0] is PORTABLE
+
+
 def test_which_operators_serve() -> None:
     """The C++ kernels on the CPU for the types they know, then torch has one thread; torch's for all else."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -100,8 +109,9 @@ def test_which_operators_serve() -> None:
         (set(), "portable"),
         ({"avx2", "fma", "bmi2", "f16c"}, "avx2"),
         ({"avx2", "fma", "bmi2", "f16c", "avx512f", "avx512_bf16"}, "avx2"),
-        ({*build.INSTRUCTION_SETS[1].cpu_flags}, "avx512"),
-        ({*build.INSTRUCTION_SETS[0].cpu_flags, "more"}, "avx512bf16"),
+        ({*build.INSTRUCTION_SETS[2].cpu_flags}, "avx512"),
+        ({*build.INSTRUCTION_SETS[1].cpu_flags, "more"}, "avx512bf16"),
+        ({*build.INSTRUCTION_SETS[0].cpu_flags}, "amx"),
     ],
 )
 def test_the_best_that_a_cpu_can_do(flags: set[str], best: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,3 +119,10 @@ def test_the_best_that_a_cpu_can_do(flags: set[str], best: str, monkeypatch: pyt
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(flags))
     assert supported_instruction_sets()[0].name == best
     assert supported_instruction_sets()[-1].name == "portable"
+
+
+@pytest.mark.parametrize("instruction_set", build.INSTRUCTION_SETS, ids=lambda instruction_set: instruction_set.name)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are instruction sets of x86-64")
+def test_every_instruction_set_compiles(instruction_set: build.InstructionSet) -> None:
+    """Also those that this machine cannot run."""
+    assert library(instruction_set).exists()

@@ -10,7 +10,6 @@ import os
 import resource
 import secrets
 import socket
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ FRONT_APP = "front"
 _ANSWER_DEADLINE_S = 10.0
 _HEALTH_PERIOD_S = 1.0
 _POLL_S = 0.1
+_CLIENT_TIMEOUT_S = 60
 _WAIT_S = 0.5
 _DELETION_S = 3.0
 """Serve takes about one second to take down what is idle."""
@@ -70,6 +70,8 @@ def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "server-state"),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
+        # Whoever sends half a request, or does not read, is let go.
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(_CLIENT_TIMEOUT_S),
         "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections(config)),
         # Its own pages listen on all interfaces; on fixed ports two services on one machine would collide.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
@@ -104,9 +106,12 @@ def _free_port() -> int:
         return port
 
 
-def start_ray(config: ClusterConfig, *, address: str | None) -> None:
-    """Join the Ray cluster at `address`, or start one on this machine that ends with this process."""
-    os.environ.update(ray_environment(config, Path(tempfile.mkdtemp(prefix="pagoda-"))))
+def start_ray(config: ClusterConfig, *, address: str | None, scratch: Path) -> None:
+    """Join the Ray cluster at `address`, or start one on this machine that ends with this process.
+
+    `scratch` is a folder for HAProxy's files, there until the service has ended.
+    """
+    os.environ.update(ray_environment(config, scratch))
     # Warnings are in the log files; who asks for more than these wants to see it.
     shows_logs = config.log_level in ("debug", "info")
     if address is not None:
@@ -222,7 +227,8 @@ def _workers(config: ClusterConfig, token: str) -> Any:
         },
         # Room for one more than the engine takes, so that the engine is what refuses.
         max_ongoing_requests=scheduler.max_num_seqs + scheduler.max_num_waiting + 1,
-        max_queued_requests=scheduler.max_num_waiting,
+        # In all: what waits at the routers is what no worker has room for yet.
+        max_queued_requests=config.num_workers * (scheduler.max_num_seqs + scheduler.max_num_waiting),
         request_router_config=RequestRouterConfig(**ROUTER_OPTIONS),
         **_lifecycle(config),
     )

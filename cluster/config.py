@@ -39,6 +39,8 @@ class ClusterConfig:
             raise ConfigError(f"host must be one of {', '.join(HOSTS)}, got {self.host!r}")
         require_in_range("port", self.port, 1, 65535)
         require_in_range("grpc_port", self.grpc_port, 0, 65535)
+        if self.grpc_port == self.port:
+            raise ConfigError(f"grpc_port: {self.grpc_port} is the HTTP port already")
         require_in_range("max_body_bytes", self.max_body_bytes, 1, 2**40)
         require_in_range("num_workers", self.num_workers, 1, 1024)
         require_in_range("num_ingresses", self.num_ingresses, 1, 1024)

@@ -44,7 +44,7 @@ class Finding:
     """What to do, unless all is well."""
 
 
-def examine(*, model_cache: Path, host: str, port: int) -> list[Finding]:
+def examine(*, model_cache: Path, host: str, port: int, grpc_port: int) -> list[Finding]:
     """Every check, in the order in which things are needed."""
     gpus = gpu_names()
     checks: Sequence[tuple[str, Callable[[], Finding]]] = (
@@ -60,7 +60,8 @@ def examine(*, model_cache: Path, host: str, port: int) -> list[Finding]:
         ("HAProxy", check_haproxy),
         ("gRPC", check_grpc),
         ("model cache", lambda: check_model_cache(model_cache)),
-        (f"port {port}", lambda: check_port(host, port)),
+        (f"port {port}", lambda: check_port(host, port, "--port")),
+        *([(f"port {grpc_port}", lambda: check_port(host, grpc_port, "--grpc-port"))] if grpc_port else []),
     )
     return [_run(name, check) for name, check in checks]
 
@@ -139,12 +140,13 @@ def gpu_names() -> list[str]:
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
-def check_port(host: str, port: int) -> Finding:
+def check_port(host: str, port: int, option: str) -> Finding:
+    """`option` is what `pagoda serve` takes for another one."""
     name = f"port {port}"
     if host not in HOSTS:
         return Finding(name, "error", f"{host}: cannot be served", f"pass one of these as --host: {', '.join(HOSTS)}")
     if (problem := problem_with_listening(host, port)) is not None:
-        return Finding(name, "error", f"{host}: {problem}", "stop what listens there, or pass another --port")
+        return Finding(name, "error", f"{host}: {problem}", f"stop what listens there, or pass another {option}")
     return Finding(name, "ok", f"free on {host}")
 
 

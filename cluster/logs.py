@@ -3,7 +3,8 @@
 Serve gives its logger a file and leaves the root logger alone; and what a replica writes to its standard error goes
 through Serve's logger at level info, which Serve's own level cuts off.
 
-Serve writes a stack trace when a client leaves a gRPC stream between two messages. That is no failure.
+Serve writes a stack trace when a client leaves a gRPC stream between two messages, and a warning for every request that
+finds no room. Neither is a failure, and the request's own line tells of it.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ LOG_LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
 
 _OURS = "pagoda"
 _SERVES = "ray.serve"
+_REFUSAL = "Request dropped due to backpressure"
 
 
 class _ThroughServe(logging.Handler):
@@ -24,10 +26,11 @@ class _ThroughServe(logging.Handler):
         logging.getLogger(_SERVES).handle(record)
 
 
-def _tells_of_no_leaving(record: logging.LogRecord) -> bool:
+def _tells_of_failures(record: logging.LogRecord) -> bool:
     """A filter."""
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, GeneratorExit | asyncio.CancelledError)
+    is_refusal = _REFUSAL in str(record.msg)
+    return not is_refusal and not isinstance(error, GeneratorExit | asyncio.CancelledError)
 
 
 def log_through_serve(level: LogLevel) -> None:
@@ -36,4 +39,4 @@ def log_through_serve(level: LogLevel) -> None:
     ours.setLevel(level.upper())
     ours.propagate = False
     ours.handlers = [_ThroughServe()]
-    logging.getLogger(_SERVES).addFilter(_tells_of_no_leaving)  # once, however often
+    logging.getLogger(_SERVES).addFilter(_tells_of_failures)  # once, however often

@@ -10,7 +10,7 @@ from pagoda.worker.async_engine import AsyncEngine
 from pagoda.worker.config import EngineConfig
 from pagoda.worker.errors import InvalidRequestError, OverloadedError, PagodaError
 from pagoda.worker.scheduler_stats import SchedulerStats
-from pagoda.worker.server import WorkerServer
+from pagoda.worker.server import SessionLostError, WorkerServer
 from pagoda.worker.types import Request
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Worker:
         assert self._server is not None
         try:
             await self._server.run_request(request, ingress_id)
-        except (InvalidRequestError, OverloadedError) as error:
+        except (InvalidRequestError, OverloadedError, SessionLostError) as error:
             return error
         return None
 

@@ -80,10 +80,12 @@ class ServeWorkerClient:
                 raise WorkerLostError(str(error.cause)) from error
             raise error.cause from error
         except BackPressureError as error:
-            raise OverloadedError(str(error)) from error
+            raise OverloadedError("every worker is full; try again later") from error
         except RayError as error:
             raise WorkerLostError("the worker is gone") from error
         finally:
             response.cancel()  # type: ignore[no-untyped-call]
+        if isinstance(refusal, EngineStoppedError):
+            raise WorkerLostError(str(refusal))
         if refusal is not None:
             raise refusal

@@ -75,8 +75,9 @@ def check_request(prompt_token_ids: Iterable[int], sampling: SamplingParams, lim
         raise InvalidRequestError(
             "prompt_logprobs", f"of {len(prompt)} tokens, at most {most} alternatives are reported"
         )
-    if sampling.n > limits.max_num_waiting:
-        raise InvalidRequestError("n", f"at most {limits.max_num_waiting} samples can ever wait here")
+    room = limits.max_num_seqs + limits.max_num_waiting
+    if sampling.n > room:
+        raise InvalidRequestError("n", f"at most {room} samples can ever run or wait here")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,15 @@ from pagoda.worker.vocabulary import Vocabulary
 
 ChatMessage = Mapping[str, Any]
 
+MAX_UNBOUNDED_CHARS = 2**19
+"""Of a text that need not fit the model: a second's work."""
+_PROBE_CHARS = 8
+"""Characters per token of the prefix that shows whether a long text can fit."""
+_MOST_CHARS = 16
+"""Characters per token that no text has on average."""
+_SEAM_TOKENS = 16
+"""What cutting a text may add to its tokens."""
+
 _TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
 """What a template can raise: its own refusal, or Python's when values are not what it expects."""
 
@@ -39,7 +48,7 @@ class Tokenizer:
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
         self.vocabulary = Vocabulary(self._tokenizer)
-        encoder = text_encoder_for(self._tokenizer)
+        self._encoder = encoder = text_encoder_for(self._tokenizer)
         self._cache = TokenCache(encoder.encode, lookahead=encoder.lookahead) if encoder is not None else None
         self._around = tokens_around(self._tokenizer)
         self._backend = self._tokenizer.backend_tokenizer if encoder is not None else None
@@ -48,18 +57,27 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._tokenizer.chat_template is not None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a plain prompt, by default with the special tokens that the model puts around one."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None, field: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a plain prompt, by default with the special tokens that the model puts around one.
+
+        Raises `InvalidRequestError` naming `field`, before most of the work, for a text that is far longer than
+        `max_tokens`; without one, for a text of more than `MAX_UNBOUNDED_CHARS`.
+        """
+        self._check_length(text, max_tokens, field)
         if self._cache is None or self._around is None:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
             return ids
         before, behind = self._around if add_special_tokens else ((), ())
         return [*before, *self._cache.encode(text), *behind]
 
-    def encode_chat(self, messages: Sequence[ChatMessage], options: ChatOptions | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], options: ChatOptions | None = None, *, max_tokens: int | None = None
+    ) -> list[int]:
         """Token ids of a conversation, by default up to where the assistant's answer begins.
 
-        Raises `InvalidRequestError` if there is no chat template or it refuses the messages.
+        Raises `InvalidRequestError` if there is no chat template or it refuses the messages, and as `encode` does.
         """
         options = options or ChatOptions()
         if not self.has_chat_template:
@@ -74,7 +92,27 @@ class Tokenizer:
             )
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequestError("messages", f"the model's chat template refuses them: {error}") from error
-        return self.encode(text, add_special_tokens=options.add_special_tokens)
+        return self.encode(text, add_special_tokens=options.add_special_tokens, max_tokens=max_tokens, field="messages")
+
+    def _check_length(self, text: str, max_tokens: int | None, field: str) -> None:
+        if max_tokens is None:
+            if len(text) > MAX_UNBOUNDED_CHARS:
+                raise InvalidRequestError(field, f"may have {MAX_UNBOUNDED_CHARS} characters, not {len(text)}")
+            return
+        probe_chars = _PROBE_CHARS * max_tokens
+        if len(text) <= probe_chars:
+            return
+        if len(text) > _MOST_CHARS * max_tokens + MAX_UNBOUNDED_CHARS or (
+            self._num_tokens(text[:probe_chars]) > max_tokens + _SEAM_TOKENS
+        ):
+            raise InvalidRequestError(
+                field, f"has far more tokens than the {max_tokens} that prompt and output together may have"
+            )
+
+    def _num_tokens(self, text: str) -> int:
+        if self._encoder is not None:
+            return len(self._encoder.encode(text).ids)
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the tokens, by default without special ones. Incomplete characters come out as U+FFFD."""

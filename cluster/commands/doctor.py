@@ -16,14 +16,15 @@ _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 @model_cache_option
 @click.option("--host", default="127.0.0.1", help="Address that `pagoda serve` is to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, help="Port that it is to listen on.")
+@click.option("--grpc-port", type=click.IntRange(0, 65535), default=9000, help="gRPC port; 0 for none.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.pass_context
-def doctor(context: click.Context, model_cache: Path, host: str, port: int, as_json: bool) -> None:
+def doctor(context: click.Context, model_cache: Path, host: str, port: int, grpc_port: int, as_json: bool) -> None:
     """Check whether `pagoda serve` can work here, and say what to do if not.
 
     The exit status is 1 if it cannot.
     """
-    findings = examine(model_cache=model_cache, host=host, port=port)
+    findings = examine(model_cache=model_cache, host=host, port=port, grpc_port=grpc_port)
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2, ensure_ascii=False))
     else:

@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -104,21 +105,22 @@ def serve(
     os.environ["RAY_DEDUP_LOGS"] = "0"  # read when Ray is imported; lines of different requests are no repetition
     from pagoda.cluster.app import deploy, is_up, shut_down, start_ray  # seconds to import
 
-    start_ray(config, address=ray_address)
-    take_signals()  # Ray has put its own handlers in their place, which abort
-    try:
-        say(f"loading {name} in {num_workers} worker{'s' if num_workers > 1 else ''}")
-        deploy(config, plan.limits)
-        while not interrupted.is_set() and not is_up():
-            interrupted.wait(_START_CHECK_PERIOD_S)
-        if not interrupted.is_set():
-            grpc = f" and by gRPC at {host}:{grpc_port}" if grpc_port else ""
-            say(f"{name} is served at http://{host}:{port}/v1{grpc} (Ctrl-C stops it)")
-        while not interrupted.wait(_CHECK_PERIOD_S):
-            is_up()
-    finally:
-        say("stopping")
-        shut_down(drain_s=drain_s)
+    with TemporaryDirectory(prefix="pagoda-", ignore_cleanup_errors=True) as scratch:
+        start_ray(config, address=ray_address, scratch=Path(scratch))
+        take_signals()  # Ray has put its own handlers in their place, which abort
+        try:
+            say(f"loading {name} in {num_workers} worker{'s' if num_workers > 1 else ''}")
+            deploy(config, plan.limits)
+            while not interrupted.is_set() and not is_up():
+                interrupted.wait(_START_CHECK_PERIOD_S)
+            if not interrupted.is_set():
+                grpc = f" and by gRPC at {host}:{grpc_port}" if grpc_port else ""
+                say(f"{name} is served at http://{host}:{port}/v1{grpc} (Ctrl-C stops it)")
+            while not interrupted.wait(_CHECK_PERIOD_S):
+                is_up()
+        finally:
+            say("stopping")
+            shut_down(drain_s=drain_s)
 
 
 def _check_port_is_free(name: str, host: str, port: int) -> None:

@@ -4,14 +4,17 @@ Field names and meanings follow the OpenAI API and vLLM's additions to it. Nothi
 would change the answer and is not supported is refused, unless its value asks for nothing (`tools: []`).
 """
 
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, model_validator
 from pydantic_core import PydanticCustomError
 
 from pagoda.worker.errors import InvalidRequestError
 from pagoda.worker.quoting import quoted
 from pagoda.worker.types import SamplingParams
+
+MAX_FIELDS = 200
+"""Of one JSON object that is read by its fields."""
 
 Neutral = dict[str, tuple[Any, ...]]
 """Fields that are not supported, and the values that ask for nothing. Null always does."""
@@ -45,6 +48,8 @@ def refuse_unsupported(data: object, neutral: Neutral) -> object:
     """Drop unsupported fields that ask for nothing, refuse those that ask for something."""
     if not isinstance(data, dict):
         return data
+    if len(data) > MAX_FIELDS:  # each unknown one would be an error of its own
+        raise PydanticCustomError("too_many_fields", "has {count} fields", {"count": len(data)})
     for name in data.keys() & neutral.keys():
         value = data[name]
         # True == 1 in Python; here it is another type and so another value.
@@ -53,6 +58,18 @@ def refuse_unsupported(data: object, neutral: Neutral) -> object:
         ):
             raise PydanticCustomError("unsupported_field", "{field} is not supported", {"field": name})
     return {key: value for key, value in data.items() if key not in neutral}
+
+
+class _FailFast(FailFast):
+    """Hashable, so that it may be part of a union."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
+
+Item = TypeVar("Item")
+Listed = Annotated[list[Item], _FailFast()]
+"""A list that is read up to its first mistake: a body has room for a million of them."""
 
 
 class Strict(BaseModel):
@@ -84,8 +101,8 @@ class SamplingFields(Strict):
     n: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Listed[str] | None = None
+    stop_token_ids: Listed[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

@@ -71,7 +71,7 @@ class GrpcApi:
             self._check_model(request.model)
             match request.WhichOneof("input"):
                 case "text":
-                    token_ids = await self._service.encode(request.text)
+                    token_ids = await self._service.tokenize(request.text)
                 case "conversation":
                     token_ids = await self._encode_chat(request.conversation.messages)
                 case _:

@@ -49,7 +49,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     invalid = "invalid_request_error"
     match error:
         case ValidationError():
-            param, message = first_problem(error.errors())
+            param, message = first_problem(error.errors(include_url=False, include_input=False))
             return 400, error_body(message, kind=invalid, param=param)
         case UnknownModelError():
             return 404, error_body(str(error), kind=invalid, param=error.field, code="model_not_found")

@@ -3,11 +3,17 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from pagoda.cluster.ingress.fields import Neutral, Strict, refuse_unsupported
+from pagoda.cluster.ingress.fields import Listed, Neutral, Strict, refuse_unsupported
 from pagoda.worker.chat_options import ChatOptions
 from pagoda.worker.errors import InvalidRequestError
+
+MAX_MESSAGES = 10_000
+"""In one chat."""
+MAX_PARTS = 1000
+"""Of one message."""
 
 _NEUTRAL_IN_MESSAGE: Neutral = {
     "annotations": ([],),
@@ -26,7 +32,7 @@ class TextPart(Strict):
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Listed[TextPart]
     name: str | None = None
     """Accepted, has no effect: chat templates do not show it."""
 
@@ -34,6 +40,13 @@ class ChatMessage(Strict):
     @classmethod
     def _check_unsupported(cls, data: object) -> object:
         return refuse_unsupported(data, _NEUTRAL_IN_MESSAGE)
+
+    @field_validator("content")
+    @classmethod
+    def _check_number_of_parts(cls, content: str | list[TextPart]) -> str | list[TextPart]:
+        if not isinstance(content, str) and len(content) > MAX_PARTS:
+            raise PydanticCustomError("too_many_parts", "may have {limit} parts", {"limit": MAX_PARTS})
+        return content
 
     @property
     def text(self) -> str:

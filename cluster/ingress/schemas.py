@@ -5,15 +5,15 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from pagoda.cluster.ingress.fields import CompletionTokensField, GenerationFields, Strict
-from pagoda.cluster.ingress.messages import ChatMessage, chat_options
+from pagoda.cluster.ingress.fields import CompletionTokensField, GenerationFields, Listed, Strict
+from pagoda.cluster.ingress.messages import MAX_MESSAGES, ChatMessage, chat_options
 from pagoda.worker.chat_options import ChatOptions
 from pagoda.worker.errors import InvalidRequestError
 from pagoda.worker.types import MAX_LOGPROBS
 
 
 class ChatCompletionRequest(CompletionTokensField, GenerationFields):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Listed[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
@@ -51,7 +51,7 @@ class ChatCompletionRequest(CompletionTokensField, GenerationFields):
 
 
 class CompletionRequest(GenerationFields):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     logprobs: int | None = None
     add_special_tokens: bool | None = None
 
@@ -89,7 +89,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
+    messages: Annotated[Listed[ChatMessage] | None, Field(min_length=1, max_length=MAX_MESSAGES)] = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -117,4 +117,4 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: list[int]
+    tokens: Listed[int]

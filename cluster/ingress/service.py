@@ -138,10 +138,24 @@ class InferenceService:
         return await self._client.scrape()
 
     async def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        return await self._in_thread(lambda: self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+        """Tokens of a prompt that is to be completed."""
+        limit = self.limits.max_model_len
+        return await self._in_thread(
+            lambda: self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens, max_tokens=limit)
+        )
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a text that need not fit the model."""
+        return await self._in_thread(lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def tokenize_chat(self, messages: Sequence[ChatMessage], options: ChatOptions | None = None) -> list[int]:
+        """Tokens of a chat that need not fit the model."""
+        return await self._in_thread(lambda: self._tokenizer.encode_chat(messages, options))
 
     async def encode_chat(self, messages: Sequence[ChatMessage], options: ChatOptions | None = None) -> list[int]:
-        return await self._in_thread(lambda: self._tokenizer.encode_chat(messages, options))
+        """Tokens of a chat that is to be continued."""
+        limit = self.limits.max_model_len
+        return await self._in_thread(lambda: self._tokenizer.encode_chat(messages, options, max_tokens=limit))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of tokens that came from a client. Raises `InvalidRequestError` for ids outside the vocabulary."""

@@ -24,10 +24,10 @@ class TokensApi:
         body.check()
         if body.messages is None:
             adds_special_tokens = body.add_special_tokens in (None, True)
-            tokens = await self._service.encode(body.prompt or "", add_special_tokens=adds_special_tokens)
+            tokens = await self._service.tokenize(body.prompt or "", add_special_tokens=adds_special_tokens)
         else:
             messages = [message.for_template() for message in body.messages]
-            tokens = await self._service.encode_chat(messages, body.chat_options())
+            tokens = await self._service.tokenize_chat(messages, body.chat_options())
         vocabulary = self._service.vocabulary
         return {
             "count": len(tokens),

@@ -35,7 +35,11 @@ NAMES = [
 
 
 def examine(tmp_path: Path, port: int) -> list[Finding]:
-    return doctor.examine(model_cache=tmp_path, host="127.0.0.1", port=port)
+    return doctor.examine(model_cache=tmp_path, host="127.0.0.1", port=port, grpc_port=0)
+
+
+def options(tmp_path: Path, port: int) -> list[str]:
+    return ["--model-cache", str(tmp_path), "--port", str(port), "--grpc-port", "0"]
 
 
 @pytest.fixture
@@ -60,7 +64,9 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_this_machine(tmp_path: Path, free_port: int) -> None:
     """What runs these tests can serve: one line for each check, exit status 0."""
-    result = CliRunner().invoke(main, ["doctor", "--model-cache", str(tmp_path), "--port", str(free_port)])
+    result = CliRunner().invoke(
+        main, ["doctor", "--model-cache", str(tmp_path), "--port", str(free_port), "--grpc-port", "0"]
+    )
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert len(lines) == len(NAMES) + 1
@@ -73,12 +79,23 @@ def test_as_json_with_a_port_in_use(tmp_path: Path) -> None:
     """What is wrong comes with what to do, and the exit status says that serving cannot work."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        result = CliRunner().invoke(main, ["doctor", "--json", "--model-cache", str(tmp_path), "--port", str(port)])
+        result = CliRunner().invoke(
+            main, ["doctor", "--json", "--model-cache", str(tmp_path), "--port", str(port), "--grpc-port", "0"]
+        )
     assert result.exit_code == 1
     findings = json.loads(result.stdout)
     assert [finding["name"] for finding in findings] == [*NAMES, f"port {port}"]
     assert findings[-1]["status"] == "error"
     assert "--port" in findings[-1]["advice"]
+
+
+def test_grpc_port_in_use(tmp_path: Path, free_port: int) -> None:
+    """`pagoda serve` would refuse to start."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        findings = doctor.examine(model_cache=tmp_path, host="127.0.0.1", port=free_port, grpc_port=port)
+    assert (findings[-1].name, findings[-1].status) == (f"port {port}", "error")
+    assert "--grpc-port" in (findings[-1].advice or "")
 
 
 def test_broken_installation_is_a_finding(tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +156,9 @@ def test_memory() -> None:
 def test_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        assert doctor.check_port("127.0.0.1", port).status == "error"
-    assert doctor.check_port("127.0.0.1", port).status == "ok"
-    elsewhere = doctor.check_port("192.0.2.1", port)  # an address that is not ours
+        assert doctor.check_port("127.0.0.1", port, "--port").status == "error"
+    assert doctor.check_port("127.0.0.1", port, "--port").status == "ok"
+    elsewhere = doctor.check_port("192.0.2.1", port, "--port")  # an address that is not ours
     assert elsewhere.status == "error"
     assert "--host" in (elsewhere.advice or "")
 

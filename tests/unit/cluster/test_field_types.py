@@ -1,11 +1,15 @@
 """Values of wrong types, and bodies that are no request: a refusal names the field."""
 
+import json
 from typing import Any
 
 import pytest
 from bodies import HELLO, chat, chat_problem, problem
+from pydantic import ValidationError
 
-from pagoda.cluster.ingress.schemas import CompletionRequest
+from pagoda.cluster.ingress.messages import MAX_MESSAGES, MAX_PARTS
+from pagoda.cluster.ingress.problems import first_problem
+from pagoda.cluster.ingress.schemas import ChatCompletionRequest, CompletionRequest
 
 
 @pytest.mark.parametrize(
@@ -122,3 +126,41 @@ def test_missing_fields() -> None:
     assert problem("{}")[0] == "model"
     assert problem('{"model": "m"}')[0] == "messages"
     assert problem('{"model": "m"}', CompletionRequest)[0] == "prompt"
+
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt": ["a", 1] * MANY}, "prompt.1"),
+        ({"prompt": [["a"]] * MANY}, "prompt.0.0"),
+        ({"prompt": "a", "stop": [1] * MANY}, "stop.0"),
+        ({"prompt": "a", "stop_token_ids": ["a"] * MANY}, "stop_token_ids.0"),
+        ({"prompt": "a"} | {f"x{index}": 1 for index in range(MANY)}, None),
+    ],
+    ids=["prompts", "token ids", "stops", "stop tokens", "unknown fields"],
+)
+def test_mistakes_by_the_million_are_not_collected(body: dict[str, Any], field: str | None) -> None:
+    """A body has room for a million; each that is described holds the interpreter's lock."""
+    with pytest.raises(ValidationError) as error:
+        CompletionRequest.model_validate_json(json.dumps({"model": "m"} | body))
+    assert error.value.error_count() < 10
+    assert first_problem(error.value.errors())[0] == field
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "none"}] * MANY,
+        [{"role": "user", "content": "a"}] * (MAX_MESSAGES + 1),
+        [{"role": "user", "content": [{"type": "text", "text": "a"}] * (MAX_PARTS + 1)}],
+    ],
+    ids=["wrong", "too many", "too many parts"],
+)
+def test_too_much_of_a_chat(messages: list[Any]) -> None:
+    with pytest.raises(ValidationError) as error:
+        ChatCompletionRequest.model_validate_json(json.dumps({"model": "m", "messages": messages}))
+    assert error.value.error_count() < 10
+    assert (first_problem(error.value.errors())[0] or "").startswith("messages")

@@ -74,6 +74,12 @@ def test_unknown_level_is_refused() -> None:
         ClusterConfig(EngineConfig(None), "m", log_level="loud")  # type: ignore[arg-type]
 
 
+def test_one_port_for_both_protocols_is_refused() -> None:
+    """Ray Serve would say so after seconds, in sixty lines."""
+    with pytest.raises(ConfigError, match="grpc_port: 8000 is the HTTP port"):
+        ClusterConfig(EngineConfig(None), "m", port=8000, grpc_port=8000)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("leaving", [GeneratorExit, asyncio.CancelledError])
 def test_client_that_leaves_is_no_failure(serves: Collector, leaving: type[BaseException]) -> None:
     """Serve reports an open stream that is closed as an unexpected error; other errors stay."""
@@ -84,3 +90,11 @@ def test_client_that_leaves_is_no_failure(serves: Collector, leaving: type[BaseE
         except BaseException:
             logging.getLogger("ray.serve").exception("failed with %s", error.__name__)
     assert serves.lines == ["failed with ValueError"]
+
+
+def test_request_that_finds_no_room_is_no_warning(serves: Collector) -> None:
+    """In an overload Serve would write one for each."""
+    log_through_serve("warning")
+    for message in ("Request dropped due to backpressure (num_queued_requests=8)", "something else"):
+        logging.getLogger("ray.serve").warning(message)
+    assert serves.lines == ["something else"]

@@ -32,15 +32,20 @@ class AsciiTokenizer:
 
     def __init__(self) -> None:
         self.encoding_thread: threading.Thread | None = None
+        self.max_tokens: list[int | None] = []
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        self.max_tokens.append(max_tokens)
         self.encoding_thread = threading.current_thread()
         start = [ord(START)] if add_special_tokens else []
         return start + [ord(character) for character in text]
 
-    def encode_chat(self, messages: Sequence[Any], options: ChatOptions | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Any], options: ChatOptions | None = None, *, max_tokens: int | None = None
+    ) -> list[int]:
         text = "".join(message["content"] for message in messages)
-        return self.encode(text, add_special_tokens=options is not None and options.add_special_tokens)
+        adds_special_tokens = options is not None and options.add_special_tokens
+        return self.encode(text, add_special_tokens=adds_special_tokens, max_tokens=max_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(chr(token) for token in token_ids if not (skip_special_tokens and token == ord(START)))

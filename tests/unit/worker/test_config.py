@@ -157,12 +157,12 @@ def test_parameter_at_its_limit(sampling: dict[str, object]) -> None:
         ((1,) * 10, {"max_tokens": None, "min_tokens": 11}, "min_tokens"),
         ((1,), {"stop_token_ids": (100,)}, "stop_token_ids"),
         ((1,), {"logit_bias": {99: 1.0, 100: 1.0}}, "logit_bias"),
-        ((1,), {"n": 9}, "n"),
+        ((1,), {"n": 13}, "n"),
         ((1,), {"temperature": NAN}, "temperature"),
     ],
 )
 def test_request_that_can_never_be_served(prompt: tuple[int, ...], sampling: dict[str, object], field: str) -> None:
-    """A context of 20 tokens, a vocabulary of 100, 8 that may wait."""
+    """A context of 20 tokens, a vocabulary of 100, 4 that may run and 8 that may wait."""
     with pytest.raises(InvalidRequestError) as error:
         check_request(prompt, SamplingParams(**sampling), LIMITS)
     assert error.value.field == field

@@ -2,6 +2,7 @@
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_model import write_byte_tokenizer
@@ -9,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pagoda.worker.chat_options import RESERVED_KWARGS, ChatOptions
 from pagoda.worker.errors import InvalidRequestError, ModelError
-from pagoda.worker.tokenizer import Tokenizer
+from pagoda.worker.tokenizer import MAX_UNBOUNDED_CHARS, Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +123,46 @@ def test_special_tokens_show_if_asked(folder: Path) -> None:
     assert Tokenizer(folder).decode([1, *Tokenizer(folder).encode("a"), 2], skip_special_tokens=False) == (
         "<|im_start|>a<|im_end|>"
     )
+
+
+# -- length ------------------------------------------------------------------------------------
+
+
+class Counting:
+    """An encoder that counts the characters it is given."""
+
+    def __init__(self, encoder: Any) -> None:
+        self._encoder = encoder
+        self.num_chars = 0
+
+    def encode(self, text: str) -> Any:
+        self.num_chars += len(text)
+        return self._encoder.encode(text)
+
+
+def test_text_that_is_far_too_long_is_not_tokenised(folder: Path) -> None:
+    """Of a million characters a few show that they cannot fit; who comes next need not wait for the rest."""
+    tokenizer = Tokenizer(folder)
+    counting = tokenizer._encoder = Counting(tokenizer._encoder)  # type: ignore[assignment]
+    with pytest.raises(InvalidRequestError, match="more tokens than the 100") as error:
+        tokenizer.encode("a" * 1_000_000, max_tokens=100)
+    assert error.value.field == "prompt"
+    assert counting.num_chars < 1_000
+    with pytest.raises(InvalidRequestError) as error:
+        tokenizer.encode_chat([{"role": "user", "content": "a" * 10_000}], max_tokens=100)
+    assert error.value.field == "messages"
+
+
+def test_long_text_of_few_tokens_is_tokenised(tmp_path: Path) -> None:
+    """That a text has many characters does not mean that it has many tokens."""
+    write_byte_tokenizer(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    text = "a" * 900
+    assert len(tokenizer.encode(text, max_tokens=900)) == 900
+    assert len(tokenizer.encode(text, max_tokens=890)) == 900, "whether it fits is judged by who has all tokens"
+
+
+def test_text_that_need_not_fit_is_bounded(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    with pytest.raises(InvalidRequestError, match=str(MAX_UNBOUNDED_CHARS)):
+        tokenizer.encode("a" * (MAX_UNBOUNDED_CHARS + 1))

@@ -63,13 +63,15 @@ def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
     """Every Ray and Serve flag that we depend on, set explicitly; `scratch` is a folder for HAProxy's files."""
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray would run its processes, the model among them, behind everybody else's.
+        "RAY_worker_niceness": "0",
         # HAProxy instead of Serve's Python proxy: a fifth of its CPU time for each token.
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(scratch / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "server-state"),
-        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(max(1, min(4, (os.cpu_count() or 1) // 2))),
         # Whoever sends half a request, or does not read, is let go.
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(_CLIENT_TIMEOUT_S),
         "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections(config)),

@@ -20,13 +20,31 @@ _FIRST_LOOK = 1024
 """Most probable tokens that top-p looks at before it sorts the whole vocabulary."""
 
 
-def sample(logits_BV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+class Workspace:
+    """Memory for a step's numbers, kept from step to step: the system takes longer to hand it out than we to fill it."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, like_BV: torch.Tensor) -> torch.Tensor:
+        """float32, of the shape and on the device of `like_BV`; holds anything. Valid until `name` is taken again."""
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() < like_BV.numel() or memory.device != like_BV.device:
+            memory = self._memory[name] = torch.empty(like_BV.numel(), dtype=torch.float32, device=like_BV.device)
+        return memory[: like_BV.numel()].view(like_BV.shape)
+
+
+def sample(logits_BV: torch.Tensor, rows: Sequence[Row], workspace: Workspace | None = None) -> list[int]:
     """One token per sequence. `logits_BV` is mutated."""
+    workspace = workspace or Workspace()
     logits_BV = adjust_logits(logits_BV, rows)
-    tokens_B = argmax(logits_BV)
     random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+    if len(random) == len(rows):
+        drawn: list[int] = _draw(logits_BV, rows, workspace).tolist()
+        return drawn
+    tokens_B = argmax(workspace.take("logits", logits_BV).copy_(logits_BV))
     if random:
-        tokens_B[random] = _draw(logits_BV[random].float(), [rows[index] for index in random])
+        tokens_B[random] = _draw(logits_BV[random], [rows[index] for index in random], workspace)
     tokens: list[int] = tokens_B.tolist()
     return tokens
 
@@ -34,18 +52,17 @@ def sample(logits_BV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
 def argmax(x_BV: torch.Tensor) -> torch.Tensor:
     """Index of each row's largest number, the first if several are."""
     if x_BV.device.type == "cpu":  # where numpy's is a hundred times as fast as torch's
-        return torch.from_numpy(x_BV.float().numpy().argmax(-1))
+        return torch.from_numpy(x_BV.numpy().argmax(-1))
     return x_BV.argmax(-1)
 
 
-def exponentials(seeds: Sequence[int], counters: Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """BV, float32: one exponentially distributed number for each (seed, counter) and token, a pure function of these.
+def exponentials(seeds: Sequence[int], counters: Sequence[int], numbers_BV: torch.Tensor) -> torch.Tensor:
+    """Fill `numbers_BV`, float32, with exponentially distributed numbers: pure functions of (seed, counter) and token.
 
     Source: SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), over the seed and counter and then the token.
     """
     streams = _mix(_mix(np.asarray(counters, np.uint64)) ^ np.asarray(seeds, np.uint64)).view(np.int64)
-    tokens_V = torch.arange(vocab_size, device=device) * _signed(0x9E3779B97F4A7C15)
-    numbers_BV = torch.empty(len(seeds), vocab_size, device=device)
+    tokens_V = torch.arange(numbers_BV.shape[1], device=numbers_BV.device) * _signed(0x9E3779B97F4A7C15)
     for row, stream in enumerate(streams.tolist()):  # a row at a time stays in the cache
         x_V = tokens_V + stream
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -74,7 +91,7 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def _draw(logits_BV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+def _draw(logits_BV: torch.Tensor, rows: Sequence[Row], workspace: Workspace) -> torch.Tensor:
     """Draw from softmax(logits / temperature) after top-k, top-p and min-p."""
     vocab_size = logits_BV.shape[-1]
 
@@ -86,10 +103,10 @@ def _draw(logits_BV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     top_p_B1 = column([row.sampling.top_p for row in rows])
     min_p_B1 = column([row.sampling.min_p for row in rows])
 
-    logits_BV = logits_BV / temperature_B1
+    logits_BV = workspace.take("logits", logits_BV).copy_(logits_BV).div_(temperature_B1)
     if min(top_k) < vocab_size:
         _keep_top_k(logits_BV, top_k)
-    probs_BV = logits_BV.softmax(-1)
+    probs_BV = torch.softmax(logits_BV, -1, out=workspace.take("probs", logits_BV))
     if bool((top_p_B1 < 1).any()):
         _keep_top_p(probs_BV, top_p_B1)
     if bool((min_p_B1 > 0).any()):
@@ -97,8 +114,8 @@ def _draw(logits_BV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 
     # Of exponential clocks with the probabilities as rates, the first to ring is each with its probability.
     seeds, counters = [row.seed for row in rows], [row.num_output_tokens for row in rows]
-    clocks_BV = exponentials(seeds, counters, vocab_size, probs_BV.device)
-    return argmax(probs_BV / clocks_BV)
+    clocks_BV = exponentials(seeds, counters, logits_BV)  # which are not needed any more
+    return argmax(probs_BV.div_(clocks_BV))
 
 
 def _keep_top_k(logits_BV: torch.Tensor, top_k: list[int]) -> None:

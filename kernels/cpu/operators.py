@@ -64,6 +64,7 @@ class CpuOperators:
         self._functions = functions
         self._num_threads = num_threads
         self._blocks = TorchOperators()
+        self._kept = torch.empty(0)
 
     def pack(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> PackedWeight:
         panels, bias = self._panels(weight_OI, gated=False), None
@@ -189,7 +190,7 @@ class CpuOperators:
     ) -> torch.Tensor:
         num_rows, hidden_size = x_TE.shape
         qkv, output, kind = weights.qkv, weights.output, weights.kind
-        scratch = x_TE.new_empty(num_rows * (hidden_size + qkv.num_out + output.num_in))
+        scratch = self._scratch(num_rows * (hidden_size + qkv.num_out + output.num_in), x_TE.dtype)
         attention, rope = plan.attention, plan.rope
         attention.heads, attention.kv_heads, attention.size = weights.num_heads, *cache_N2PKD.shape[3:]
         attention.scale, attention.soft_cap = kind.scale, kind.soft_cap
@@ -221,7 +222,7 @@ class CpuOperators:
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weights: FeedForwardWeights[PackedWeight]
     ) -> torch.Tensor:
         num_rows, hidden_size = x_TE.shape
-        scratch = x_TE.new_empty(num_rows * (hidden_size + weights.gate_up.num_out))
+        scratch = self._scratch(num_rows * (hidden_size + weights.gate_up.num_out), x_TE.dtype)
         block = FeedForwardBlock(
             x_TE.data_ptr(),
             residual_TE.data_ptr(),
@@ -245,6 +246,12 @@ class CpuOperators:
 
     def scatter_blocks(self, cache_NL2PKD: torch.Tensor, block_ids: list[int], blocks: torch.Tensor) -> None:
         self._blocks.scatter_blocks(cache_NL2PKD, block_ids, blocks)
+
+    def _scratch(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory until the next call. Kept, since the system takes as long to hand it out as the kernels to fill it."""
+        if self._kept.dtype != dtype or self._kept.numel() < size:
+            self._kept = torch.empty(size, dtype=dtype)
+        return self._kept
 
     def _panels(self, weight_OI: torch.Tensor, *, gated: bool) -> torch.Tensor:
         weight_OI = _padded(weight_OI, weight_OI.shape[1])

@@ -21,7 +21,7 @@ _FIRST_LOOK = 1024
 
 
 class Workspace:
-    """Memory for a step's numbers, kept from step to step: the system takes longer to hand it out than we to fill it."""
+    """Memory for a step's numbers, kept from step to step: to get it takes longer than to fill it."""
 
     def __init__(self) -> None:
         self._memory: dict[str, torch.Tensor] = {}

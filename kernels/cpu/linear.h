@@ -12,8 +12,6 @@ namespace pagoda {
 constexpr int64_t DEPTH_BLOCK = 2048;  // of a panel: 128 KiB of bfloat16, which stay in the L2 cache
 constexpr int64_t ROW_BLOCK = 2304;        // of x: each panel is read once for so many tokens
 
-constexpr int64_t FEW_ROWS = 4;  // below, a panel is read in less time than it takes to agree on whose it is
-
 enum Activation : int64_t { NONE = 0, SILU = 1, GELU = 2 };
 
 inline int64_t num_panels(int64_t num_columns) { return (num_columns + PANEL - 1) / PANEL; }
@@ -124,14 +122,11 @@ void linear(Team& team, const LinearArguments<T>& a) {
     const int64_t panels = num_panels(a.activation == NONE ? a.columns : 2 * a.columns);
     const int64_t row_blocks = (a.rows + ROW_BLOCK - 1) / ROW_BLOCK;
     std::vector<float> sums(a.depth > DEPTH_BLOCK ? std::min(a.rows, ROW_BLOCK) * PANEL : 0);
-    const auto multiply_task = [&](int64_t task) {
+    // Contiguous shares: two threads that take panels in turn read memory half as fast.
+    team.share(row_blocks * panels, [&](int64_t task) {
         const int64_t first = task / panels * ROW_BLOCK;
         multiply_panel(a, task % panels, first, std::min(ROW_BLOCK, a.rows - first), sums.data());
-    };
-    if (a.rows < FEW_ROWS)
-        team.share(row_blocks * panels, multiply_task);
-    else
-        team.take(row_blocks * panels, multiply_task);  // a thread that loses its core holds up one panel, not half
+    });
 }
 
 }  // namespace pagoda

@@ -99,6 +99,13 @@ class Operators(Protocol, Generic[PlanT, WeightT]):
         """x @ weight.T + bias. Returns TO, in x's dtype."""
         ...
 
+    def linear_float32(self, x_TI: torch.Tensor, weight: WeightT) -> torch.Tensor:
+        """As `linear`, but the result is float32, and not rounded to x's dtype before where that costs nothing.
+
+        For logits: at 25, those of bfloat16 lie 0.125 apart, and two tokens closer than that would be equal.
+        """
+        ...
+
     def pack_gated(self, gate_up_FI: torch.Tensor, bias_F: torch.Tensor | None, activation: Activation) -> WeightT:
         """Prepare the first weight of a gated feed-forward: the rows of the gate, then those of up."""
         ...

@@ -38,6 +38,9 @@ class ReferenceOperators:
     def linear(self, x_TI: torch.Tensor, weight: ReferenceWeight) -> torch.Tensor:
         return F.linear(x_TI.float(), weight.weight_OI, weight.bias_O).to(x_TI.dtype)
 
+    def linear_float32(self, x_TI: torch.Tensor, weight: ReferenceWeight) -> torch.Tensor:
+        return F.linear(x_TI.float(), weight.weight_OI, weight.bias_O)
+
     def pack_gated(
         self, gate_up_FI: torch.Tensor, bias_F: torch.Tensor | None, activation: Activation
     ) -> ReferenceWeight:

@@ -77,6 +77,9 @@ class TorchOperators:
     def linear(self, x_TI: torch.Tensor, weight: TorchWeight) -> torch.Tensor:
         return F.linear(x_TI, weight.weight_OI, weight.bias_O)
 
+    def linear_float32(self, x_TI: torch.Tensor, weight: TorchWeight) -> torch.Tensor:
+        return self.linear(x_TI, weight).float()
+
     def pack_gated(self, gate_up_FI: torch.Tensor, bias_F: torch.Tensor | None, activation: Activation) -> TorchWeight:
         return TorchWeight(gate_up_FI, bias_F, activation)
 

@@ -25,6 +25,7 @@ class LinearArguments(ctypes.Structure):
         ("out", c_void_p),
         ("columns", c_int64),
         ("activation", c_int64),
+        ("wide_out", c_void_p),
     )
 
 

@@ -48,6 +48,7 @@ struct LinearArguments {
     T* out;             // [rows][columns], contiguous
     int64_t columns;    // of `out`
     Activation activation;
+    float* wide_out;    // if not null, results go there, as they were summed, and not to `out`
 };
 
 // Write a finished tile of a panel.
@@ -63,8 +64,12 @@ inline void finish_tile(const LinearArguments<T>& a, int64_t panel, int64_t row,
                 const Floats gate = load<Floats>(tile + c), up = load<Floats>(tile + width + c);
                 store(tile + c, (a.activation == SILU ? silu(gate) : gelu(gate)) * up);
             }
-        T* to = a.out + (row + r) * a.columns + panel * width;
         const int64_t valid = std::min<int64_t>(width, a.columns - panel * width);
+        if (a.wide_out) {
+            std::copy(tile, tile + std::max<int64_t>(valid, 0), a.wide_out + (row + r) * a.columns + panel * width);
+            continue;
+        }
+        T* to = a.out + (row + r) * a.columns + panel * width;
         if (valid == width) {
             for (int c = 0; c < width; c += W) store_floats(to + c, load<Floats>(tile + c));
         } else {

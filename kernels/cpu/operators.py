@@ -84,17 +84,24 @@ class CpuOperators:
         return self._packed(gate_up_FI, panels, bias, num_out=num_out, activation=_ACTIVATIONS[activation])
 
     def linear(self, x_TI: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        out_TO = x_TI.new_empty((len(x_TI), weight.num_out))
+        weight.arguments.out, weight.arguments.wide_out = out_TO.data_ptr(), None
+        self._multiply(x_TI, weight)
+        return out_TO
+
+    def linear_float32(self, x_TI: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        out_TO = torch.empty(len(x_TI), weight.num_out, dtype=torch.float32)
+        weight.arguments.wide_out = out_TO.data_ptr()
+        self._multiply(x_TI, weight)
+        return out_TO
+
+    def _multiply(self, x_TI: torch.Tensor, weight: PackedWeight) -> None:
         num_rows, num_in = x_TI.shape
         if num_in != weight.num_in or x_TI.stride(1) != 1:
             x_TI = _padded(x_TI, weight.num_in)
-        out_TO = x_TI.new_empty((num_rows, weight.num_out))
         arguments = weight.arguments
-        arguments.x = x_TI.data_ptr()
-        arguments.rows = num_rows
-        arguments.x_stride = x_TI.stride(0)
-        arguments.out = out_TO.data_ptr()
+        arguments.x, arguments.rows, arguments.x_stride = x_TI.data_ptr(), num_rows, x_TI.stride(0)
         weight.run(weight.address, self._num_threads)
-        return out_TO
 
     def gated_linear(self, x_TI: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         return self.linear(x_TI, weight)

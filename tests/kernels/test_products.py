@@ -38,6 +38,24 @@ def test_linear_equals_reference(
     torch.testing.assert_close(ops.linear(x_TI, ops.pack(weight_OI, bias)), expected_TO, **TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear_float32_equals_reference(
+    ops: Operators[Any, Any], shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """The C++ kernels round nothing; others may round to the dtype on the way. A plain product afterwards is plain."""
+    num_tokens, num_in, num_out = shape
+    weight_OI, bias_O = weights(num_out, num_in, dtype)
+    x_TI = random_rows(num_tokens + 2, num_in, dtype=dtype)[1:-1]
+    packed = ops.pack(weight_OI, bias_O)
+    expected_TO = REFERENCE.linear_float32(x_TI, REFERENCE.pack(weight_OI, bias_O))
+    actual_TO = ops.linear_float32(x_TI, packed)
+    assert actual_TO.dtype == torch.float32
+    tolerance = TOLERANCE[torch.float32 if ops.name.startswith("cpu") else dtype]
+    torch.testing.assert_close(actual_TO, expected_TO, **tolerance)
+    assert torch.equal(ops.linear(x_TI, packed), ops.linear(x_TI, ops.pack(weight_OI, bias_O)))
+
+
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -131,8 +131,8 @@ class LlamaModel(nn.Module):
         return ops.add_rms_norm(x_TE, residual_TE, self.norm.weight, self.config.rms_norm_eps)
 
     def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
-        """Next-token logits, BV, in the model's dtype."""
-        return self.ops.linear(hidden_BE, self.packed_head)
+        """Next-token logits, BV, float32."""
+        return self.ops.linear_float32(hidden_BE, self.packed_head)
 
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         """Checkpoint tensor name -> the view of this model's parameters that it fills; before `prepare`."""

@@ -2,7 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from pagoda.cluster.ingress.sessions import WorkerEndpoint
 from pagoda.cluster.logs import LogLevel, log_through_serve
@@ -44,17 +44,19 @@ class Worker:
     async def stats(self) -> SchedulerStats:
         return self._engine.stats()
 
-    async def run_request(self, request: Request, ingress_id: str) -> PagodaError | None:
+    async def run_request(self, request: Request, ingress_id: str) -> AsyncIterator[PagodaError | None]:
         """Run a request to its end; its tokens go over the ingress's session. Cancelled when the client goes.
 
-        Returns why it was refused, if it was: Serve writes a stack trace into the log for whatever is raised here.
+        What comes at the end is why it was refused, if it was: Serve writes a stack trace into the log for whatever is
+        raised here.
         """
         assert self._server is not None
         try:
             await self._server.run_request(request, ingress_id)
         except (InvalidRequestError, OverloadedError, SessionLostError) as error:
-            return error
-        return None
+            yield error
+        else:
+            yield None
 
     def check_health(self) -> None:
         """Serve restarts the replica when this raises."""

@@ -29,6 +29,7 @@ class Detokenizer:
         """
         self._decode = decode
         self._stop = tuple(stop)
+        self._longest_stop = max(map(len, self._stop), default=0)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._token_ids: list[int] = []
@@ -65,7 +66,7 @@ class Detokenizer:
         if is_last and self.stopped_by is None:
             self._extend_text(flush=True)
         certain = len(self._text)
-        if self.stopped_by is None and not is_last:
+        if self._stop and self.stopped_by is None and not is_last:
             certain -= self._num_held_back()
         given = self._text[self._num_given : certain]
         self._num_given = max(self._num_given, certain)
@@ -82,7 +83,7 @@ class Detokenizer:
             self._give_up_waiting(before, now)
         if len(self._token_ids) <= self._min_tokens:
             self._search_from = len(self._text)
-        else:
+        elif self._stop:
             self._find_stop()
 
     def _give_up_waiting(self, before: str, now: str) -> None:
@@ -99,8 +100,7 @@ class Detokenizer:
                 return
 
     def _find_stop(self) -> None:
-        longest = max(map(len, self._stop), default=0)
-        start = max(self._search_from, self._num_given - longest)
+        start = max(self._search_from, self._num_given - self._longest_stop)
         found = [(at, stop) for stop in self._stop if (at := self._text.find(stop, start)) >= 0]
         if found:
             at, self.stopped_by = min(found)
@@ -108,7 +108,7 @@ class Detokenizer:
 
     def _num_held_back(self) -> int:
         """Characters at the end of the text that a stop string may begin with."""
-        longest = min(max(map(len, self._stop), default=1) - 1, len(self._text) - self._search_from)
+        longest = min(self._longest_stop - 1, len(self._text) - self._search_from)
         for length in range(longest, 0, -1):
             tail = self._text[len(self._text) - length :]
             if any(stop.startswith(tail) for stop in self._stop):

@@ -67,8 +67,8 @@ def decode(batch: tokens_pb2.TokenBatch) -> list[SequenceOutput]:
             stop_reason=output.stop_token_id if output.HasField("stop_token_id") else None,
             error=output.error or None,
             num_cached_tokens=output.num_cached_tokens,
-            logprobs=_decode_logprobs(output.logprobs),
-            prompt_logprobs=_decode_logprobs(output.prompt_logprobs),
+            logprobs=_decode_logprobs(output.logprobs) if output.logprobs else (),
+            prompt_logprobs=_decode_logprobs(output.prompt_logprobs) if output.prompt_logprobs else (),
         )
         for output in batch.outputs
     ]

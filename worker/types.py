@@ -150,7 +150,7 @@ class TokenLogprobs:
     """(token id, log probability) of the most probable tokens, best first; the token itself may be among them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: to make a frozen one takes four times as long, and one is made for each token
 class SequenceOutput:
     """What one step brought for one sequence. The last one of a sequence carries `finish_reason`."""
 

@@ -1,12 +1,12 @@
 """Generations as HTTP responses: one body or server-sent events, for as long as the client is there."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -97,7 +97,7 @@ async def _events(
     builder: AnswerBuilder,
     tally: _Tally,
     body: GenerationFields,
-) -> AsyncGenerator[str, None]:
+) -> AsyncGenerator[bytes, None]:
     """Server-sent events. An error after the first one is an event, since the status is gone."""
     try:
         async with aclosing(_from(first, pieces)) as batches:
@@ -111,7 +111,7 @@ async def _events(
             yield _event(builder.usage_chunk(tally.usage()))
     except Exception as error:  # noqa: BLE001  (whatever it is, the client must hear of it)
         yield _event(describe(error)[1])
-    yield "data: [DONE]\n\n"
+    yield b"data: [DONE]\n\n"
 
 
 async def _from(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
@@ -121,8 +121,8 @@ async def _from(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, No
             yield item
 
 
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: %b\n\n" % to_json(body)
 
 
 async def _unless_client_goes(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:

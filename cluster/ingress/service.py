@@ -60,7 +60,7 @@ class GenerationFailedError(PagodaError):
     """A worker accepted the request and then could not finish it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, for speed
 class TextOutput:
     """A piece of one sample's text."""
 

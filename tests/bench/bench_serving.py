@@ -101,24 +101,30 @@ async def overhead() -> dict[str, float]:
 
 
 async def http_over_offline() -> dict[str, float]:
-    """The service with the real model against the engine alone, one after the other on the same cores."""
-    path = ModelStore(DEFAULT_STORE).path_of(DEFAULT_MODEL)
-    engine = AsyncEngine(
-        EngineConfig(path, scheduler=SchedulerConfig(max_num_seqs=NUM_STREAMS)), progress=lambda *_: None
-    )
-    say("the real model, offline")
-    alone = [tokens_per_s(await offline(engine, NUM_REAL_TOKENS, s), NUM_REAL_TOKENS) for s in range(NUM_REPEATS + 1)]
-    engine.shutdown()
+    """The service with the real model between two runs of the engine alone: the machine's speed changes by itself."""
+    num_tokens = NUM_REAL_TOKENS
+
+    async def alone() -> list[float]:
+        say("the real model, offline")
+        path = ModelStore(DEFAULT_STORE).path_of(DEFAULT_MODEL)
+        config = EngineConfig(path, scheduler=SchedulerConfig(max_num_seqs=NUM_STREAMS))
+        engine = AsyncEngine(config, progress=lambda *_: None)
+        speeds = [tokens_per_s(await offline(engine, num_tokens, seed), num_tokens) for seed in range(NUM_REPEATS + 1)]
+        engine.shutdown()
+        return speeds[1:]
+
+    before = await alone()
     with serve(DEFAULT_MODEL, "--max-num-seqs", str(NUM_STREAMS)) as service:
         say("the real model, over HTTP")
         http = [
-            tokens_per_s(await over_http(service, NUM_REAL_TOKENS, s), NUM_REAL_TOKENS) for s in range(NUM_REPEATS + 1)
-        ]
-    say(f"offline {alone}, HTTP {http} tokens/s")
+            tokens_per_s(await over_http(service, num_tokens, seed), num_tokens) for seed in range(2 * NUM_REPEATS + 1)
+        ][1:]
+    after = await alone()
+    say(f"tokens/s: offline {before}, HTTP {http}, offline {after}")
     return {
-        "offline_tokens_per_s": statistics.median(alone[1:]),
-        "http_tokens_per_s": statistics.median(http[1:]),
-        "http_over_offline_ratio": statistics.median(http[1:]) / statistics.median(alone[1:]),
+        "offline_tokens_per_s": statistics.median(before + after),
+        "http_tokens_per_s": statistics.median(http),
+        "http_over_offline_ratio": statistics.median(http) / statistics.median(before + after),
     }
 
 

@@ -63,13 +63,10 @@ class Service:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"
         stream = Stream(time.perf_counter())
         writer.write(head.encode() + body)
-        while line := await reader.readline():
-            if line.startswith(b"data: {"):
-                if line.startswith(b'data: {"error"'):
-                    raise SystemExit(f"the service answers {line!r}")
-                stream.piece_s.append(time.perf_counter())
-            elif line.startswith(b"data: [DONE]"):
-                break
+        while b"data: [DONE]" not in (event := await reader.readuntil(b"\n\n")):
+            if b'data: {"error"' in event:
+                raise SystemExit(f"the service answers {event!r}")
+            stream.piece_s.append(time.perf_counter())
         writer.close()
         return stream
 

@@ -28,13 +28,13 @@ ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
 
 
 class Call:
-    """What a Serve handle's `remote` returns, over a coroutine in this process."""
+    """What a streaming Serve handle's `remote` returns, over a coroutine in this process."""
 
     def __init__(self, work: Any) -> None:
         self._task = asyncio.ensure_future(work)
 
-    def __await__(self) -> Any:
-        return self._task.__await__()
+    async def __anext__(self) -> Any:
+        return await self._task
 
     def cancel(self) -> None:
         self._task.cancel()
@@ -46,6 +46,11 @@ class Handle:
     def __init__(self, *workers: WorkerServer | Exception) -> None:
         self._workers = list(workers)
         self.num_calls = 0
+
+    def options(self, *, stream: bool, _by_reference: bool) -> "Handle":
+        assert stream
+        assert not _by_reference
+        return self
 
     @property
     def run_request(self) -> "Handle":
@@ -265,8 +270,12 @@ async def test_worker_lost_before_the_first_token_is_replaced(engine: AsyncEngin
     assert len(found[0].token_ids) == 5
 
 
-async def test_worker_that_dies_every_time_is_an_error() -> None:
-    handle = Handle(ActorDiedError())
+CUT = grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+
+@pytest.mark.parametrize("death", [ActorDiedError(), CUT], ids=["actor", "connection"])
+async def test_worker_that_dies_every_time_is_an_error(death: Exception) -> None:
+    handle = Handle(death)
     async with ingress() as sessions:
         client = ServeWorkerClient(handle, sessions, "front")  # type: ignore[arg-type]
         with pytest.raises(WorkerLostError):

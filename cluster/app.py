@@ -95,7 +95,7 @@ def _check_reachable(address: str) -> None:
         try:
             socket.create_connection((host, int(port)), _ANSWER_DEADLINE_S).close()
         except OSError as error:
-            raise ConfigError(f"ray_address: {address} does not answer: {error}") from error
+            raise ConfigError("ray_address", f"{address} does not answer: {error}") from error
 
 
 def _max_connections(config: ClusterConfig) -> int:

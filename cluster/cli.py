@@ -14,10 +14,12 @@ from typing import Any
 import click
 
 from pagoda import __version__
-from pagoda.worker.errors import PagodaError
+from pagoda.worker.errors import ConfigError, PagodaError
 
 _COMMANDS = ("serve", "chat", "doctor", "generate", "model")
 """Each is the function of its name in the module of its name."""
+_IN_OTHER_UNITS = {"memory_bytes": "kv_cache_gib", "max_body_bytes": "max_body_mib"}
+"""Settings whose options have another name."""
 
 
 class _Group(click.Group):
@@ -37,8 +39,18 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except ConfigError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            setting = _option_of(error.setting, command) if command else error.setting
+            raise click.ClickException(f"{setting}: {error.message}") from error
         except PagodaError as error:
             raise click.ClickException(str(error)) from error
+
+
+def _option_of(setting: str, command: click.Command) -> str:
+    """The option that a setting comes from; the setting itself if it comes from none."""
+    setting = _IN_OTHER_UNITS.get(setting, setting)
+    return next((max(option.opts, key=len) for option in command.params if option.name == setting), setting)
 
 
 @contextmanager

@@ -36,15 +36,15 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         if self.host not in HOSTS:
-            raise ConfigError(f"host must be one of {', '.join(HOSTS)}, got {self.host!r}")
+            raise ConfigError("host", f"must be one of {', '.join(HOSTS)}, got {self.host!r}")
         require_in_range("port", self.port, 1, 65535)
         require_in_range("grpc_port", self.grpc_port, 0, 65535)
         if self.grpc_port == self.port:
-            raise ConfigError(f"grpc_port: {self.grpc_port} is the HTTP port already")
+            raise ConfigError("grpc_port", f"{self.grpc_port} is the HTTP port already")
         require_in_range("max_body_bytes", self.max_body_bytes, 1, 2**40)
         require_in_range("num_workers", self.num_workers, 1, 1024)
         require_in_range("num_ingresses", self.num_ingresses, 1, 1024)
         require_in_range("drain_s", self.drain_s, 0, 3600)
         require_in_range("max_http_requests", self.max_http_requests, 1, 2**20)
         if self.log_level not in LOG_LEVELS:
-            raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")
+            raise ConfigError("log_level", f"must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")

@@ -168,8 +168,9 @@ def _check_memory(cache_bytes: int, weight_bytes: int) -> None:
     available = _available_bytes()
     if available is not None and cache_bytes + weight_bytes > available:
         raise ConfigError(
-            f"memory_bytes: {cache_bytes / GIB:.1f} GiB of KV cache and {weight_bytes / GIB:.1f} GiB of weights "
-            f"are more than the {available / GIB:.1f} GiB of memory that are available"
+            "memory_bytes",
+            f"{cache_bytes / GIB:.1f} GiB of KV cache and {weight_bytes / GIB:.1f} GiB of weights "
+            f"are more than the {available / GIB:.1f} GiB of memory that are available",
         )
 
 
@@ -188,11 +189,11 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device: {name!r} is not a torch device") from error
+        raise ConfigError("device", f"{name!r} is not a torch device") from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device: {name!r} is not supported; supported: cpu, cuda")
+        raise ConfigError("device", f"{name!r} is not supported; supported: cpu, cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device: {name!r} is asked for, but torch sees no GPU")
+        raise ConfigError("device", f"{name!r} is asked for, but torch sees no GPU")
     return device
 
 
@@ -201,9 +202,9 @@ def _limits(config: EngineConfig, model: ModelConfig, num_blocks: int) -> Engine
     pool_tokens = num_blocks * config.cache.block_size
     asked = config.max_model_len
     if asked is not None and asked > model.max_position:
-        raise ConfigError(f"max_model_len: {asked} is more than this model can, {model.max_position}")
+        raise ConfigError("max_model_len", f"{asked} is more than this model can, {model.max_position}")
     if asked is not None and asked > pool_tokens:
-        raise ConfigError(f"max_model_len: {asked} tokens do not fit the KV cache, which holds {pool_tokens}")
+        raise ConfigError("max_model_len", f"{asked} tokens do not fit the KV cache, which holds {pool_tokens}")
     limits = EngineLimits(
         max_model_len=asked or model.max_position,
         vocab_size=model.vocab_size,

@@ -14,7 +14,7 @@ GIB = 2**30
 def require_in_range(name: str, value: float, low: float, high: float) -> None:
     """Raise `ConfigError` naming the setting unless low <= value <= high."""
     if not low <= value <= high:
-        raise ConfigError(f"{name} must be between {low} and {high}, got {value}")
+        raise ConfigError(name, f"must be between {low} and {high}, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+            raise ConfigError("dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.max_model_len is not None:
             require_in_range("max_model_len", self.max_model_len, 2, 2**24)
         if self.num_threads is not None:

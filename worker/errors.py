@@ -17,7 +17,15 @@ class PagodaError(Exception):
 
 
 class ConfigError(PagodaError):
-    """A setting is out of range, unknown or contradicts another one."""
+    """A setting is out of range, unknown or contradicts another one. `setting` is the name of its field."""
+
+    def __init__(self, setting: str, message: str) -> None:
+        super().__init__(setting, message)
+        self.setting = setting
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.message}"
 
 
 class ModelError(PagodaError):

@@ -42,6 +42,6 @@ class KVCacheSpec:
         num_blocks = memory_bytes // self.block_bytes
         if num_blocks < 1:
             raise ConfigError(
-                f"memory_bytes: {memory_bytes} bytes of KV cache hold no block; one block takes {self.block_bytes}"
+                "memory_bytes", f"{memory_bytes} bytes of KV cache hold no block; one block takes {self.block_bytes}"
             )
         return num_blocks

@@ -26,7 +26,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                raise ConfigError(f"{key}: given twice")
+                raise ConfigError(str(key), "given twice")
             seen.add(key)
         mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
         return mapping
@@ -50,20 +50,20 @@ def read_config_file(path: Path, command: click.Command) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(str(path), str(error)) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(str(path), f"cannot be read: {error}") from error
     except (yaml.YAMLError, TypeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(str(path), f"not valid YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: must be a mapping of options to values")
+        raise ConfigError(str(path), "must be a mapping of options to values")
     options = file_options(command)
     values = {}
     for key, value in content.items():
         if (option := options.get(key)) is None:
-            raise ConfigError(f"{path}: {key}: unknown option{_suggestion(str(key), options)}")
+            raise ConfigError(str(path), f"{key}: unknown option{_suggestion(str(key), options)}")
         if value is not None:  # nothing asks for the default
             _check_type(path, key, option, value)
             is_path = isinstance(option.type, click.Path)
@@ -85,9 +85,9 @@ def _check_type(path: Path, key: str, option: click.Parameter, value: object) ->
     """No coercion: "8000" is not 8000, 8000.5 neither, and true is not 1."""
     types, expected = next(((t, e) for kind, t, e in _KINDS if isinstance(option.type, kind)), ((str,), "text"))
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        raise ConfigError(f"{path}: {key}: must be {expected}, got {value!r}")
+        raise ConfigError(str(path), f"{key}: must be {expected}, got {value!r}")
     if isinstance(option.type, click.Choice) and value not in option.type.choices:
-        raise ConfigError(f"{path}: {key}: must be one of {', '.join(option.type.choices)}, got {value!r}")
+        raise ConfigError(str(path), f"{key}: must be one of {', '.join(option.type.choices)}, got {value!r}")
 
 
 def _suggestion(key: str, known: dict[str, click.Parameter]) -> str:

@@ -1,6 +1,7 @@
 """Options that several commands share, and what they are turned into."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,29 +72,33 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def engine_settings(options: dict[str, Any]) -> EngineConfig:
+    """The engine config of `engine_options`, as yet without a model. Raises `ConfigError`."""
+    require_in_range("kv_cache_gib", options["kv_cache_gib"], 0.001, 2**20)
+    cache = CacheConfig(
+        block_size=options["block_size"],
+        memory_bytes=int(options["kv_cache_gib"] * GIB),
+        enable_prefix_caching=options["prefix_caching"],
+    )
+    scheduler = SchedulerConfig(
+        max_num_seqs=options["max_num_seqs"],
+        max_num_batched_tokens=options["max_num_batched_tokens"],
+        max_num_waiting=options["max_num_waiting"],
+    )
+    settings = {name: options[name] for name in ("dtype", "device", "max_model_len", "num_threads", "fake_step_s")}
+    return EngineConfig(Path(), cache=cache, scheduler=scheduler, **settings)
+
+
 def engine_config(options: dict[str, Any]) -> EngineConfig:
-    """The engine config of `engine_options`, which are taken out of `options`. Fetches the model if it is not here.
+    """The engine config of `engine_options`. Fetches the model if it is not here.
 
     Raises `ConfigError` or `ModelError`, before any long work where it can be known.
     """
-    take = options.pop
-    require_in_range("kv_cache_gib", options["kv_cache_gib"], 0.001, 2**20)
-    cache = CacheConfig(
-        block_size=take("block_size"),
-        memory_bytes=int(take("kv_cache_gib") * GIB),
-        enable_prefix_caching=take("prefix_caching"),
-    )
-    scheduler = SchedulerConfig(
-        max_num_seqs=take("max_num_seqs"),
-        max_num_batched_tokens=take("max_num_batched_tokens"),
-        max_num_waiting=take("max_num_waiting"),
-    )
-    settings = {name: take(name) for name in ("dtype", "device", "max_model_len", "num_threads", "fake_step_s")}
-    EngineConfig(Path(), cache=cache, scheduler=scheduler, **settings)  # complains before anything is fetched
-    name, store = take("model"), ModelStore(take("model_cache"))
+    settings = engine_settings(options)  # complains before anything is fetched
+    name, store = options["model"], ModelStore(options["model_cache"])
     path = store.resolve(name)
     if path is None:
         with show_progress() as progress:
             path = store.fetch(name, progress=progress)
     check_tokenizer(path)
-    return EngineConfig(path, cache=cache, scheduler=scheduler, **settings)
+    return replace(settings, model_path=path)

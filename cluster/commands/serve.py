@@ -12,13 +12,13 @@ from typing import Any
 import click
 
 from pagoda.cluster.commands.config_file import config_options, dump_config
-from pagoda.cluster.commands.options import engine_config, engine_options
+from pagoda.cluster.commands.options import engine_config, engine_options, engine_settings
 from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
 from pagoda.cluster.listening import problem_with_listening
 from pagoda.cluster.logs import LOG_LEVELS, LogLevel
 from pagoda.worker.build import plan_engine
-from pagoda.worker.config import EngineConfig
+from pagoda.worker.config import require_in_range
 from pagoda.worker.errors import ConfigError
 
 _CHECK_PERIOD_S = 5.0
@@ -57,16 +57,14 @@ def serve(
     **options: Any,
 ) -> None:
     """Serve a model through the OpenAI API until interrupted."""
-    if print_config:
-        click.echo(dump_config(click.get_current_context()), nl=False)
-        return
     begin = time.monotonic()
     is_verbose = click.get_current_context().find_root().params.get("verbose", False)
     name = served_model_name or options["model"].rstrip("/").rsplit("/", 1)[-1]
     if options["num_threads"] is None:
         options["num_threads"] = max(1, (os.cpu_count() or 1) // max(1, num_workers))
+    require_in_range("max_body_mib", max_body_mib, 2**-20, 2**20)
     config = ClusterConfig(  # complains before anything is fetched
-        engine=EngineConfig(Path()),
+        engine=engine_settings(options),
         served_model_name=name,
         host=host,
         port=port,
@@ -77,6 +75,9 @@ def serve(
         drain_s=drain_s,
         log_level=log_level or ("info" if is_verbose else "warning"),
     )
+    if print_config:
+        click.echo(dump_config(click.get_current_context()), nl=False)
+        return
     config = replace(config, engine=engine_config(options))
     plan = plan_engine(config.engine)
     config = replace(config, engine=replace(config.engine, device=str(plan.device)))
@@ -125,4 +126,4 @@ def serve(
 
 def _check_port_is_free(name: str, host: str, port: int) -> None:
     if (problem := problem_with_listening(host, port)) is not None:
-        raise ConfigError(f"{name}: cannot listen on {host}:{port}: {problem}")
+        raise ConfigError(name, f"cannot listen on {host}:{port}: {problem}")

@@ -5,7 +5,7 @@ import json
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagoda.cluster.ingress.http_errors import error_body
+from pagoda.cluster.ingress.error_body import error_body
 
 MAX_BODY_BYTES = 4 * 2**20
 """The default: a million tokens of text. To read a body holds the interpreter's lock, at worst for 0.3 s a MiB."""

@@ -10,10 +10,10 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from pagoda.cluster.ingress.error_body import error_body
 from pagoda.cluster.ingress.problems import first_problem
 from pagoda.cluster.ingress.request_id import request_id_headers
 from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
-from pagoda.worker.quoting import MAX_QUOTED, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +25,6 @@ CLIENT_CLOSED_REQUEST = 499
 
 class UnknownModelError(InvalidRequestError):
     """The request asks for a model that is not served here."""
-
-
-def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI clients expect it."""
-    param = None if param is None else shortened(param, MAX_QUOTED)
-    return {"error": {"message": shortened(message), "type": kind, "param": param, "code": code}}
 
 
 async def answer_error(http: HttpRequest, error: Exception) -> Response:

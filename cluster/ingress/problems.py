@@ -6,8 +6,8 @@ from typing import Any
 from pagoda.worker.quoting import MAX_QUOTED, shortened
 
 
-def first_problem(problems: Sequence[Any]) -> tuple[str | None, str]:
-    """(field, message) of the first of pydantic's `errors()`.
+def first_problem(problems: Sequence[Any]) -> tuple[str, str]:
+    """(field, message) of the first of pydantic's `errors()`; the field is `body` if all of it is meant.
 
     A value that may be of several types fails once for each; shown is the type that it came closest to.
     """
@@ -17,11 +17,11 @@ def first_problem(problems: Sequence[Any]) -> tuple[str | None, str]:
         key=lambda problem: (len(problem["loc"]), [part for part in problem["loc"] if isinstance(part, int)]),
     )
     if problem["type"] == "json_invalid":
-        return None, f"not valid JSON: {problem.get('ctx', {}).get('error', problem['msg'])}"
+        return "body", f"body: not valid JSON: {problem.get('ctx', {}).get('error', problem['msg'])}"
     # The location also names the members of a union ("str", "list[int]").
     location = [str(part) for part in problem["loc"] if part not in ("str", "int") and "[" not in str(part)]
     if problem["type"] == "unsupported_field":
         location.append(problem["ctx"]["field"])
-    field = shortened(".".join(location), MAX_QUOTED) or None
+    field = shortened(".".join(location), MAX_QUOTED) or "body"
     message = {"unsupported_field": "is not supported", "extra_forbidden": "is unknown"}.get(problem["type"])
-    return field, shortened(f"{field or 'body'}: {message or problem['msg']}")
+    return field, shortened(f"{field}: {message or problem['msg']}")

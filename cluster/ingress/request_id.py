@@ -1,11 +1,17 @@
-"""Names every HTTP request: by its `X-Request-Id` if that is usable, else by an id of our own."""
+"""Names every HTTP request: by its `X-Request-Id`, or by an id of our own if it has none.
+
+An `X-Request-Id` that cannot be used is refused: a server before us may already have promised to send it back.
+"""
 
 import re
 import uuid
 
+from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagoda.cluster.ingress.error_body import error_body
 
 HEADER = "X-Request-Id"
 _VALID = re.compile(r"[!-~]{1,128}")
@@ -38,7 +44,8 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(HEADER, "")
-        request_id = given if _VALID.fullmatch(given) else uuid.uuid4().hex
+        is_valid = not given or _VALID.fullmatch(given) is not None
+        request_id = given if given and is_valid else uuid.uuid4().hex
         headers = {HEADER: request_id} if self._adds_header else {}
         scope.setdefault("state", {}).update({_ID: request_id, _HEADERS: headers})
 
@@ -47,4 +54,9 @@ class RequestIds:
                 MutableHeaders(scope=message).update(headers)
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        if is_valid:
+            await self._app(scope, receive, send_with_id)
+        else:
+            message = f"{HEADER}: must be 1 to 128 visible ASCII characters"
+            body = error_body(message, kind="invalid_request_error", param=HEADER)
+            await JSONResponse(body, status_code=400)(scope, receive, send_with_id)

@@ -327,17 +327,21 @@ def test_fingerprint_is_in_every_answer(server: LocalServer) -> None:
 
 
 def test_request_id(server: LocalServer) -> None:
-    """The client's goes into the answer's id and its header; one that cannot be used is replaced."""
+    """The client's goes into the answer's id and its header; one that cannot be used is refused."""
     body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
     answer = server.http.post(COMPLETIONS, json=body, headers={HEADER: "job-7"})
     assert (answer.headers[HEADER], answer.json()["id"]) == ("job-7", "cmpl-job-7")
     streamed = server.http.post(COMPLETIONS, json=body | {"stream": True}, headers={HEADER: "job-8"})
     assert streamed.headers[HEADER] == "job-8"
     assert '"id":"cmpl-job-8"' in streamed.text
-    for headers in ({}, {HEADER: "x" * 129}, {HEADER: "a b"}):
-        answer = server.http.post(COMPLETIONS, json=body, headers=headers)
-        assert answer.json()["id"] == f"cmpl-{answer.headers[HEADER]}"
-        assert answer.headers[HEADER] != headers.get(HEADER)
+    answer = server.http.post(COMPLETIONS, json=body)
+    assert answer.json()["id"] == f"cmpl-{answer.headers[HEADER]}"
+    for path in (COMPLETIONS, "/health", "/nowhere"):
+        for bad in ("x" * 129, "a b", "\N{LATIN SMALL LETTER E WITH ACUTE}".encode()):
+            answer = server.http.post(path, json=body, headers={HEADER: bad})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == HEADER
+            assert answer.headers[HEADER] != bad
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_value_out_of_range(tmp_path: Path) -> None:
     """As on the command line."""
     result = invoke(tmp_path, "port: 70000")
     assert result.exit_code == 1
-    assert "port must be between 1 and 65535, got 70000" in result.stderr
+    assert "--port: must be between 1 and 65535, got 70000" in result.stderr
 
 
 def test_file_that_is_not_there(tmp_path: Path) -> None:

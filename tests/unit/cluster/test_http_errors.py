@@ -6,7 +6,8 @@ import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from pagoda.cluster.ingress.http_errors import UnknownModelError, describe, error_body
+from pagoda.cluster.ingress.error_body import error_body
+from pagoda.cluster.ingress.http_errors import UnknownModelError, describe
 from pagoda.cluster.ingress.live_requests import DrainingError
 from pagoda.cluster.ingress.service import GenerationFailedError, RequestAbortedError
 from pagoda.worker.errors import InvalidRequestError, OverloadedError

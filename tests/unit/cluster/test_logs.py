@@ -70,7 +70,7 @@ def test_quiet_is_the_default() -> None:
 
 
 def test_unknown_level_is_refused() -> None:
-    with pytest.raises(ConfigError, match="log_level must be one of debug, info, warning, error, got 'loud'"):
+    with pytest.raises(ConfigError, match="log_level: must be one of debug, info, warning, error, got 'loud'"):
         ClusterConfig(EngineConfig(None), "m", log_level="loud")  # type: ignore[arg-type]
 
 

@@ -41,9 +41,20 @@ async def test_valid_id_is_taken(request_id: str) -> None:
     assert answer.headers.get_list(HEADER) == [request_id]
 
 
-@pytest.mark.parametrize("request_id", [None, "", "x" * 129, "a b", "a\tb", "a\x7f"])
-async def test_other_ids_are_replaced(request_id: str | None) -> None:
-    """Absent, empty, too long, with a space or a control character; each time by another."""
+@pytest.mark.parametrize("request_id", ["x" * 129, "a b", "a\tb", "a\x7f"])
+@pytest.mark.parametrize("adds_header", [True, False])
+async def test_other_ids_are_refused(request_id: str, adds_header: bool) -> None:
+    """Too long, with a space or a control character. The answer has an id of its own."""
+    answer = await get(request_id=request_id, adds_header=adds_header)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == HEADER
+    assert len(answer.headers.get_list(HEADER)) == adds_header
+    assert answer.headers.get(HEADER) != request_id
+
+
+@pytest.mark.parametrize("request_id", [None, ""])
+async def test_id_is_drawn(request_id: str | None) -> None:
+    """Each time another."""
     answers = [await get(request_id=request_id) for _ in range(2)]
     drawn = [answer.headers[HEADER] for answer in answers]
     assert len({*drawn, request_id}) == 3

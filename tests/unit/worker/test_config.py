@@ -42,7 +42,7 @@ def engine_config(**settings: object) -> EngineConfig:
     ],
 )
 def test_setting_out_of_range(make: type, name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} must be .*{value}"):
+    with pytest.raises(ConfigError, match=f"^{name}: must be .*{value}"):
         make(**{name: value})
 
 

@@ -5,7 +5,6 @@ either can be updated without redeploying the other.
 """
 
 import logging
-import math
 import os
 import resource
 import secrets
@@ -34,6 +33,7 @@ _ANSWER_DEADLINE_S = 10.0
 _HEALTH_PERIOD_S = 1.0
 _POLL_S = 0.1
 _CLIENT_TIMEOUT_S = 60
+_LONGEST_STREAM_S = 24 * 3600
 _WAIT_S = 0.5
 _DELETION_S = 3.0
 """Serve takes about one second to take down what is idle."""
@@ -84,7 +84,8 @@ def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
         # An idle ingress stops at once; a busy one gets the drain time.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(config.drain_s) + 1),
+        # Whenever an ingress comes or goes, a new HAProxy takes over, and the old one ends with its last stream.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(_LONGEST_STREAM_S),
     }
 
 

@@ -37,6 +37,9 @@ of torch's threads."""
 DRAIN_S = 5.0
 STOP_DEADLINE_S = DRAIN_S + 10.0
 """The drain time and then a few seconds, whoever still reads or writes."""
+CLIENT_TIMEOUT_S = 60.0
+"""How long a client may keep the rest of its request for itself."""
+HALF_A_REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: half\r\n"
 ENDLESS = 500_000
 """Tokens that nobody waits for: minutes, where a test waits for seconds."""
 MAX_NUM_WAITING = 8
@@ -51,6 +54,9 @@ class Service:
         self.port = port
         self.grpc_port = grpc_port
         self.log = log
+        self.silent: socket.socket | None = None
+        """A client that has sent half a request when the service came up, and nothing since `silent_since`."""
+        self.silent_since = 0.0
 
     def wait_until_it_says(self, text: str) -> None:
         def has_said() -> bool:
@@ -72,6 +78,15 @@ class Service:
                 if session == self.process.pid and named in command:
                     found.append(int(folder.name))
         return found
+
+    def scratch_folder(self) -> Path:
+        """Where the files of its proxy are, while that runs."""
+        (proxy,) = self.processes("haproxy\0-db")
+        *_, config = Path(f"/proc/{proxy}/cmdline").read_text().partition("\0-f\0")
+        folder = Path(config.split("\0")[0])
+        while not folder.name.startswith("pagoda-"):
+            folder = folder.parent
+        return folder
 
     def assert_it_ends_without_a_trace(self) -> None:
         """It exits by itself, with success; no process is left, and the port is free."""
@@ -136,7 +151,10 @@ def service(endless: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     options = (*sizes, "--drain-s", str(DRAIN_S))
     with pagoda_serve(endless, folder, *options, environment=ODD_ENVIRONMENT) as service:
         service.wait_until_it_says(f"{MODEL} is served at http://127.0.0.1:{service.port}/v1")
-        yield service
+        with socket.create_connection(("127.0.0.1", service.port)) as service.silent:
+            service.silent.sendall(HALF_A_REQUEST)
+            service.silent_since = time.monotonic()
+            yield service
 
 
 @pytest.fixture
@@ -247,8 +265,8 @@ def test_same_seed_same_answer_on_any_worker(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("path", "content", "status", "param", "code"),
     [
-        (CHAT, b"{", 400, None, None),
-        (CHAT, b"", 400, None, None),
+        (CHAT, b"{", 400, "body", None),
+        (CHAT, b"", 400, "body", None),
         (COMPLETIONS, json.dumps(short(model="gpt-4o")).encode(), 404, "model", "model_not_found"),
         (COMPLETIONS, json.dumps(short(temperature=float("nan"))).encode(), 400, "temperature", None),
         (COMPLETIONS, json.dumps(short(max_tokens=10**9)).encode(), 400, "max_tokens", None),
@@ -288,6 +306,20 @@ def test_overload(http: httpx.Client) -> None:
         assert error["code"] == "overloaded"
         assert "\n" not in error["message"]
         assert response.headers["retry-after"] == "1"
+    assert http.post(COMPLETIONS, json=short()).status_code == 200
+
+
+def test_more_than_all_workers_take_at_once(service: Service, http: httpx.Client) -> None:
+    """Each worker runs one and lets eight wait; whoever comes then, be it in the same moment, is refused at once."""
+    num_taken = 2 * (1 + MAX_NUM_WAITING)
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(send_request(service.port, COMPLETIONS, endless_stream(f"rush {number}")))
+            for number in range(60)
+        ]
+        wait_until(lambda: len(select(clients, [], [], 0)[0]) == 60 - num_taken + 2, "the others are answered")
+        statuses = sorted(client.recv(12) for client in select(clients, [], [], 0)[0])
+        assert statuses == [b"HTTP/1.1 200"] * 2 + [b"HTTP/1.1 429"] * (60 - num_taken)
     assert http.post(COMPLETIONS, json=short()).status_code == 200
 
 
@@ -348,7 +380,7 @@ def run_pagoda_serve(*options: str | Path) -> str:
 def test_port_in_use(service: Service, endless: Path) -> None:
     """A second service on the first one's port: said at once, not after a minute."""
     said = run_pagoda_serve("--model", endless, "--port", str(service.port))
-    assert said == f"Error: port: cannot listen on 127.0.0.1:{service.port}: Address already in use\n"
+    assert said == f"Error: --port: cannot listen on 127.0.0.1:{service.port}: Address already in use\n"
 
 
 def test_model_path_that_does_not_exist(tmp_path: Path) -> None:
@@ -365,8 +397,21 @@ def test_ray_cluster_that_does_not_answer(endless: Path) -> None:
         result = run_serve("--model", endless, *ports, "--kv-cache-gib", "0.3", "--ray-address", address)
     assert result.returncode == 1
     *_, last = result.stderr.splitlines()
-    assert last.startswith(f"Error: ray_address: {address} does not answer: ")
+    assert last.startswith(f"Error: --ray-address: {address} does not answer: ")
     assert "Traceback" not in result.stderr
+
+
+def test_half_a_request_is_not_waited_for_longer(service: Service) -> None:
+    """Its client is let go: it would hold a connection for ever.
+
+    Not before: when the set of ingresses changes, as just after the start, one HAProxy takes over from another, and
+    what came over the old one goes on there.
+    """
+    assert service.silent is not None
+    service.silent.settimeout(CLIENT_TIMEOUT_S + 10)
+    answer = service.silent.recv(1000)
+    assert not answer or answer.startswith(b"HTTP/1.1 408")
+    assert time.monotonic() - service.silent_since > CLIENT_TIMEOUT_S - 5
 
 
 def test_terminate_drains(service: Service, http: httpx.Client) -> None:
@@ -374,6 +419,8 @@ def test_terminate_drains(service: Service, http: httpx.Client) -> None:
 
     The last of the tests that need the running service.
     """
+    scratch = service.scratch_folder()
+    assert scratch.exists()
     with ExitStack() as stack:
         short_one, endless_one = (
             stack.enter_context(http.stream("POST", COMPLETIONS, json=body))
@@ -396,6 +443,7 @@ def test_terminate_drains(service: Service, http: httpx.Client) -> None:
         assert "aborted" in last_event_of(endless_one)["error"]["message"]
     service.process.wait(STOP_DEADLINE_S)
     service.assert_it_ends_without_a_trace()
+    assert not scratch.exists()
 
 
 def test_ctrl_c_while_it_starts(endless: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from pagoda.worker.fake_runner import FakeRunner
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.kv_manager import KVManager
 from pagoda.worker.kv_spec import KVCacheGroup, KVCacheSpec
+from pagoda.worker.memory import available_bytes
 from pagoda.worker.models.config import ModelConfig
 from pagoda.worker.models.llama import LlamaModel
 from pagoda.worker.runner import Runner, default_dtype
@@ -52,8 +53,10 @@ class EnginePlan:
         return dtype
 
 
-def plan_engine(config: EngineConfig) -> EnginePlan:
+def plan_engine(config: EngineConfig, *, num_engines: int = 1) -> EnginePlan:
     """Check a config against the model folder and the memory, in milliseconds.
+
+    `num_engines` such engines are to run on this host.
 
     Raises:
         ModelError: the model folder cannot be used.
@@ -76,7 +79,8 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     limits = _limits(config, model, num_blocks)
     device = _device(config.device)
     if device.type == "cpu" and config.fake_step_s is None:
-        _check_memory(num_blocks * spec.block_bytes, sum(path.stat().st_size for path in files))
+        weight_bytes = sum(path.stat().st_size for path in files)
+        _check_memory(num_blocks * spec.block_bytes, weight_bytes, num_engines)
     with torch.device("meta"):
         check_weights(LlamaModel(model, TorchOperators()).checkpoint_views(), files)
     return EnginePlan(model, files, device, dtype_name, spec, num_blocks, limits)
@@ -163,24 +167,16 @@ def _load(plan: EnginePlan, num_threads: int | None, progress: Progress) -> Runn
     return Runner(model, model.ops, cache_NL2PKD, batch)
 
 
-def _check_memory(cache_bytes: int, weight_bytes: int) -> None:
+def _check_memory(cache_bytes: int, weight_bytes: int, num_engines: int) -> None:
     """Memory that is asked for and is not there ends in the kernel's killer, long after the start."""
-    available = _available_bytes()
-    if available is not None and cache_bytes + weight_bytes > available:
+    available = available_bytes()
+    if available is not None and num_engines * (cache_bytes + weight_bytes) > available:
+        times = "" if num_engines == 1 else f"{num_engines} times "
         raise ConfigError(
             "memory_bytes",
-            f"{cache_bytes / GIB:.1f} GiB of KV cache and {weight_bytes / GIB:.1f} GiB of weights "
+            f"{times}{cache_bytes / GIB:.1f} GiB of KV cache and {weight_bytes / GIB:.1f} GiB of weights "
             f"are more than the {available / GIB:.1f} GiB of memory that are available",
         )
-
-
-def _available_bytes() -> int | None:
-    """Memory that can be had without swapping; None where the system does not tell."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _device(name: str) -> torch.device:

@@ -79,7 +79,7 @@ def serve(
         click.echo(dump_config(click.get_current_context()), nl=False)
         return
     config = replace(config, engine=engine_config(options))
-    plan = plan_engine(config.engine)
+    plan = plan_engine(config.engine, num_engines=num_workers if ray_address is None else 1)
     config = replace(config, engine=replace(config.engine, device=str(plan.device)))
     _check_port_is_free("port", host, port)
     if grpc_port:

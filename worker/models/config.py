@@ -74,7 +74,7 @@ def _parse(raw: dict[str, Any], eos_token_ids: frozenset[int]) -> ModelConfig:
     if num_heads % num_kv_heads:
         raise ModelError(f"num_attention_heads: {num_heads} is not a multiple of num_key_value_heads, {num_kv_heads}")
     is_qwen = architecture.startswith("Qwen")
-    attention_bias = bool(raw.get("attention_bias", False))
+    attention_bias = _flag(raw, "attention_bias")
     return ModelConfig(
         architecture=architecture,
         num_layers=_size(raw, "num_hidden_layers"),
@@ -88,10 +88,10 @@ def _parse(raw: dict[str, Any], eos_token_ids: frozenset[int]) -> ModelConfig:
         rms_norm_eps=_positive(raw, "rms_norm_eps", 1e-6),
         rope=_rope(raw),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
         qkv_bias=True if architecture == "Qwen2ForCausalLM" else attention_bias,
         output_bias=False if architecture == "Qwen2ForCausalLM" else attention_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)) and not is_qwen,
+        mlp_bias=_flag(raw, "mlp_bias") and not is_qwen,
         qk_norm=architecture == "Qwen3ForCausalLM",
         # An id that the vocabulary lacks is never sampled, so it ends nothing.
         eos_token_ids=frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size),
@@ -104,6 +104,14 @@ def _size(raw: dict[str, Any], key: str) -> int:
         raise ModelError(f"{key}: must be a positive integer, got {value!r}")
     size: int = value
     return size
+
+
+def _flag(raw: dict[str, Any], key: str) -> bool:
+    """False if it is absent or null."""
+    value = raw.get(key)
+    if not isinstance(value, bool | None):
+        raise ModelError(f"{key}: must be true or false, got {value!r}")
+    return bool(value)
 
 
 def _positive(raw: dict[str, Any], key: str, default: float | None = None) -> float:
@@ -126,7 +134,7 @@ def _is_integer(value: object) -> bool:
 def _max_position(raw: dict[str, Any], *, is_qwen: bool) -> int:
     """Up to a sliding window's length, windowed and full attention are the same; longer contexts are refused."""
     max_position = 2048 if raw.get("max_position_embeddings") is None else _size(raw, "max_position_embeddings")
-    if raw.get("sliding_window") is None or (is_qwen and not raw.get("use_sliding_window", False)):
+    if raw.get("sliding_window") is None or (is_qwen and not _flag(raw, "use_sliding_window")):
         return max_position
     return min(max_position, _size(raw, "sliding_window"))
 

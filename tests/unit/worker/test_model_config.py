@@ -257,6 +257,14 @@ def test_a_factor_that_is_no_positive_number_is_named(
         read(**changes(value))
 
 
+@pytest.mark.parametrize("value", ["false", 0, 1, [], {}])
+@pytest.mark.parametrize("key", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
+def test_a_flag_that_is_neither_true_nor_false_is_named(read: Read, key: str, value: object) -> None:
+    """The text "false" is true to Python, and would tie what is not tied."""
+    with pytest.raises(ModelError, match=f"{key}: must be true or false, got "):
+        read(**{key: value})
+
+
 @pytest.mark.parametrize("value", ["2", True, 2.0, [2, "</s>"], [[2]], {"id": 2}], ids=str)
 def test_an_end_of_sequence_that_is_no_token_id_is_named(read: Read, value: object) -> None:
     """Scenario: a string never equals a sampled token, so no answer would end; true would end them at token 1."""

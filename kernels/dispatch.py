@@ -1,6 +1,7 @@
 """Picks the backend, once. Nothing else in the project asks which one runs."""
 
 import logging
+import os
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ def operators_for(device: torch.device, dtype: torch.dtype, num_threads: int) ->
     """
     if device.type != "cpu":
         return TorchOperators()
+    num_cores = len(os.sched_getaffinity(0))
+    if num_threads > num_cores:
+        logger.warning("%d threads on %d cores would wait for each other: %d it is", num_threads, num_cores, num_cores)
+        num_threads = num_cores
     torch.set_num_threads(num_threads)
     if dtype not in DTYPES:
         return TorchOperators()

@@ -18,7 +18,8 @@ class AttentionBatch:
     """One step's ragged batch. Requests that decode (one query token) come first. All tensors on one device."""
 
     block_table_BM: torch.Tensor
-    """int32. Row b lists request b's blocks in order. Entries past its length may be anything."""
+    """int32. Row b lists request b's blocks in order. Entries past its length may be anything; those before it are
+    blocks of the cache with numbers in them, also where a window hides them: they weigh nothing there, but are read."""
     query_start_loc: torch.Tensor
     """int32, B+1 entries: request b's tokens are query_start_loc[b] .. query_start_loc[b+1]."""
     seq_lens_B: torch.Tensor
@@ -45,6 +46,11 @@ class AttentionKind:
     """Leading positions that it sees beyond the window. Source: Xiao et al., arXiv:2309.17453."""
     soft_cap: float = 0.0
     """Scores become soft_cap * tanh(score / soft_cap); 0 leaves them. Source: Gemma 2, arXiv:2408.00118, sec. 2."""
+
+    def __post_init__(self) -> None:
+        for name in ("window", "num_sinks", "soft_cap"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: must not be negative, got {getattr(self, name)}")
 
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -85,8 +91,8 @@ class FeedForwardWeights(Generic[WeightT]):
 class Operators(Protocol, Generic[PlanT, WeightT]):
     """The operators of a decoder layer, one by one and as the two halves of a layer.
 
-    Tensor parallelism sums over ranks what the halves return. `PlanT` is what a backend prepares once per step for all
-    layers, `WeightT` a weight as it wants to have it.
+    One thread at a time may call them. Tensor parallelism sums over ranks what the halves return. `PlanT` is what a
+    backend prepares once per step for all layers, `WeightT` a weight as it wants to have it.
     """
 
     name: str

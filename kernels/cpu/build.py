@@ -1,7 +1,7 @@
-"""Compiles the C++ kernels, once for each instruction set, compiler and state of the sources.
+"""Compiles the C++ kernels, once for each instruction set and state of the sources.
 
 `python -m pagoda.kernels.cpu` builds the library of this machine ahead of time; without it the first engine does.
-The result lies in the user's cache folder under a name that tells all that went into it, so it never goes stale.
+The result lies in the user's cache folder under a name that tells what went into it, and serves without a compiler.
 """
 
 import fcntl
@@ -16,7 +16,9 @@ from pathlib import Path
 SOURCES = Path(__file__).parent
 DEFAULT_FOLDER = Path.home() / ".cache" / "pagoda" / "kernels"
 _COMPILERS = ("c++", "g++", "clang++")
+"""Tried in this order, after what the environment names as CXX."""
 _COMPILE_LIMIT_S = 300
+_CHECKSUM_BYTES = 32
 _FLAGS = ("-O3", "-std=c++20", "-pthread", "-shared", "-fPIC", "-Wall", "-Wextra", "-Wno-maybe-uninitialized")
 
 
@@ -67,51 +69,82 @@ def supported_instruction_sets() -> list[InstructionSet]:
 
 
 def library(instruction_set: InstructionSet, folder: Path = DEFAULT_FOLDER) -> Path:
-    """The compiled library, built if `folder` does not have it. Raises `BuildError`."""
-    command = _command(instruction_set)
-    path = folder / f"{instruction_set.name}-{_digest(command)}.so"
+    """The compiled library, built if `folder` does not have it whole. Raises `BuildError`."""
+    path = _path(instruction_set, folder)
+    if _is_whole(path):  # without a compiler, or where nothing can be written, this is enough
+        return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # workers that start together build once
-            if not path.exists():
-                _compile(command, path)
+            if not _is_whole(path):
+                _build(instruction_set, path)
     except OSError as error:
         raise BuildError(f"{folder} cannot be used: {error}") from error
     return path
 
 
 def is_built(instruction_set: InstructionSet, folder: Path = DEFAULT_FOLDER) -> bool:
-    """Whether `library` has nothing to do. Raises `BuildError` if there is no compiler."""
-    return (folder / f"{instruction_set.name}-{_digest(_command(instruction_set))}.so").exists()
+    """Whether `library` has nothing to do."""
+    return _is_whole(_path(instruction_set, folder))
 
 
-def _command(instruction_set: InstructionSet) -> list[str]:
-    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        raise BuildError(f"there is no C++ compiler: none of {', '.join(_COMPILERS)} is on the path")
-    return [compiler, *_FLAGS, *instruction_set.compiler_flags, str(SOURCES / "kernels.cpp")]
+def _path(instruction_set: InstructionSet, folder: Path) -> Path:
+    digest = hashlib.sha256("\0".join((*_FLAGS, *instruction_set.compiler_flags)).encode())
+    for source in [*sorted(SOURCES.glob("*.h")), SOURCES / "kernels.cpp"]:
+        digest.update(source.read_bytes())
+    return folder / f"{instruction_set.name}-{digest.hexdigest()[:16]}.so"
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is there and ends with its own checksum: to load a damaged library kills the process."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return content[-_CHECKSUM_BYTES:] == hashlib.sha256(content[:-_CHECKSUM_BYTES]).digest()
+
+
+def _build(instruction_set: InstructionSet, path: Path) -> None:
+    """Compile with the first compiler that can. No other process does the same; `path` never is half a library."""
+    named = [os.environ["CXX"]] if "CXX" in os.environ else []
+    found = [compiler for name in (*named, *_COMPILERS) if (compiler := shutil.which(name))]
+    if not found:
+        raise BuildError(f"there is no C++ compiler: none of {', '.join((*named, *_COMPILERS))} is on the path")
+    unfinished = path.with_suffix(".unfinished")
+    failures = []
+    for compiler in dict.fromkeys(found):
+        try:
+            _compile([compiler, *_FLAGS, *instruction_set.compiler_flags, str(SOURCES / "kernels.cpp")], unfinished)
+            _add_checksum(unfinished)
+            unfinished.rename(path)
+            return
+        except BuildError as error:
+            failures.append(error)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    raise failures[0]
+
+
+def _add_checksum(path: Path) -> None:
+    """At the end, where loaders do not look."""
+    digest = hashlib.sha256(path.read_bytes()).digest()
+    with path.open("ab") as file:
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _compile(command: list[str], path: Path) -> None:
-    unfinished = path.with_suffix(f".{os.getpid()}")
     try:
         subprocess.run(
-            [*command, "-o", str(unfinished)], check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S
+            [*command, "-o", str(path)], check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S
         )
-        unfinished.rename(path)
     except subprocess.CalledProcessError as error:
-        errors = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines()[-1:]
-        raise BuildError(f"{command[0]} failed: {' '.join(errors[:1])}") from error
+        lines = error.stderr.splitlines()
+        errors = [line for line in lines if "error" in line] or lines[-1:] or [f"exit status {error.returncode}"]
+        raise BuildError(f"{command[0]} failed: {errors[0]}") from error
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{command[0]} did not end within {_COMPILE_LIMIT_S} s") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _digest(command: list[str]) -> str:
-    version = subprocess.run([command[0], "--version"], check=False, capture_output=True, timeout=60).stdout
-    digest = hashlib.sha256(version + "\0".join(command).encode())
-    for source in [*sorted(SOURCES.glob("*.h")), SOURCES / "kernels.cpp"]:
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]
+    if not path.exists():
+        raise BuildError(f"{command[0]} ended well, but wrote no library")

@@ -1,6 +1,7 @@
 """The compiled kernels as Python functions. Mirrors the structures of the headers, field by field."""
 
 import ctypes
+import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from pagoda.kernels.cpu.build import BuildError, InstructionSet, library, supported_instruction_sets
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
@@ -170,5 +173,6 @@ def load_best() -> tuple[InstructionSet, dict[torch.dtype, Functions]]:
         try:
             return instruction_set, load(library(instruction_set))
         except (BuildError, OSError) as error:  # an old compiler does not know what the CPU can
+            logger.info("no CPU kernels for %s: %s", instruction_set.name, error)
             failures.append(error)
     raise BuildError(str(failures[0])) from failures[0]

@@ -1,4 +1,6 @@
-"""The operators of the C++ kernels. Checks shapes and strides, hands over pointers.
+"""The operators of the C++ kernels. Checks dtypes, shapes and strides, hands over pointers.
+
+What tensors hold is not checked: block ids, slots and lengths must be right.
 
 Dimensions as in `interface.py`. What a request gets does not depend on what else is in its batch, on how its prompt was
 cut into steps, or on the number of threads: every sum has one fixed order.
@@ -36,7 +38,10 @@ _ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
 class PackedWeight:
     """A weight in panels, with the arguments of its product filled in but for x and the result."""
 
+    dtype: torch.dtype
     num_in: int
+    num_padded: int
+    """`num_in`, made even."""
     num_out: int
     arguments: LinearArguments
     address: int
@@ -60,6 +65,8 @@ class CpuOperators:
 
     def __init__(self, functions: dict[torch.dtype, Functions], *, instruction_set: str, num_threads: int) -> None:
         """`functions` are those of a library for `instruction_set`, by dtype."""
+        if num_threads < 1:
+            raise ValueError(f"num_threads: must be at least 1, got {num_threads}")
         self.name = f"cpu-{instruction_set}"
         self._functions = functions
         self._num_threads = num_threads
@@ -69,6 +76,7 @@ class CpuOperators:
     def pack(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> PackedWeight:
         panels, bias = self._panels(weight_OI, gated=False), None
         if bias_O is not None:
+            _check("bias_O", bias_O, shape=(len(weight_OI),))
             bias = torch.zeros(-(-len(bias_O) // PANEL) * PANEL)
             bias[: len(bias_O)] = bias_O
         return self._packed(weight_OI, panels, bias, num_out=len(weight_OI), activation=0)
@@ -77,6 +85,7 @@ class CpuOperators:
         num_out = len(gate_up_FI) // 2
         panels, bias = self._panels(gate_up_FI, gated=True), None
         if bias_F is not None:
+            _check("bias_F", bias_F, shape=(len(gate_up_FI),))
             half = PANEL // 2
             padded = torch.zeros(2, -(-num_out // half) * half)
             padded[:, :num_out] = bias_F.view(2, num_out)
@@ -96,9 +105,10 @@ class CpuOperators:
         return out_TO
 
     def _multiply(self, x_TI: torch.Tensor, weight: PackedWeight) -> None:
-        num_rows, num_in = x_TI.shape
-        if num_in != weight.num_in or x_TI.stride(1) != 1:
-            x_TI = _padded(x_TI, weight.num_in)
+        num_rows = len(x_TI)
+        _check("x_TI", x_TI, shape=(num_rows, weight.num_in), dtype=weight.dtype)
+        if weight.num_in != weight.num_padded or x_TI.stride(1) != 1:
+            x_TI = _padded(x_TI)
         arguments = weight.arguments
         arguments.x, arguments.rows, arguments.x_stride = x_TI.data_ptr(), num_rows, x_TI.stride(0)
         weight.run(weight.address, self._num_threads)
@@ -133,6 +143,12 @@ class CpuOperators:
         cache_N2PKD: torch.Tensor,
         plan: CpuPlan,
     ) -> torch.Tensor:
+        (num_tokens, _, size), dtype = q_THD.shape, q_THD.dtype
+        _check("k_TKD", k_TKD, shape=(num_tokens, None, size), dtype=dtype)
+        _check("v_TKD", v_TKD, shape=tuple(k_TKD.shape), dtype=dtype)
+        for name, angles_TD in (("cos_TD", cos_TD), ("sin_TD", sin_TD)):
+            _check(name, angles_TD, shape=(num_tokens, size), dtype=torch.float32, contiguous_from=0)
+        self._check_cache(cache_N2PKD, plan, (k_TKD.shape[1], size), dtype)
         q_THD, k_TKD, v_TKD = map(_whole_heads, (q_THD, k_TKD, v_TKD))
         arguments = plan.rope
         arguments.q, arguments.k, arguments.v = q_THD.data_ptr(), k_TKD.data_ptr(), v_TKD.data_ptr()
@@ -147,6 +163,9 @@ class CpuOperators:
     def attend(
         self, q_THD: torch.Tensor, cache_N2PKD: torch.Tensor, plan: CpuPlan, kind: AttentionKind
     ) -> torch.Tensor:
+        self._check_cache(cache_N2PKD, plan, (None, q_THD.shape[2]), q_THD.dtype)
+        if q_THD.shape[1] % cache_N2PKD.shape[3]:
+            raise ValueError(f"q_THD: {q_THD.shape[1]} heads are no multiple of {cache_N2PKD.shape[3]} KV heads")
         q_THD = _whole_heads(q_THD)
         out_THD = q_THD.new_empty(q_THD.shape)
         arguments = plan.attention
@@ -163,6 +182,7 @@ class CpuOperators:
         x = x.contiguous()
         out = torch.empty_like(x)
         size = x.shape[-1]
+        _check("weight", weight, shape=(size,), dtype=x.dtype, contiguous_from=0)
         self._functions[x.dtype].rms_norm(
             x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, self._num_threads
         )
@@ -171,8 +191,11 @@ class CpuOperators:
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> torch.Tensor:
+        x_TE = x_TE.contiguous()
         out_TE = torch.empty_like(x_TE)
         num_rows, size = x_TE.shape
+        _check("residual_TE", residual_TE, shape=(num_rows, size), dtype=torch.float32, contiguous_from=0)
+        _check("weight_E", weight_E, shape=(size,), dtype=x_TE.dtype, contiguous_from=0)
         self._functions[x_TE.dtype].add_rms_norm(
             x_TE.data_ptr(),
             residual_TE.data_ptr(),
@@ -197,6 +220,8 @@ class CpuOperators:
     ) -> torch.Tensor:
         num_rows, hidden_size = x_TE.shape
         qkv, output, kind = weights.qkv, weights.output, weights.kind
+        _check_half(x_TE, residual_TE, qkv, output)
+        self._check_cache(cache_N2PKD, plan, (None, None), x_TE.dtype)
         scratch = self._scratch(num_rows * (hidden_size + qkv.num_out + output.num_in), x_TE.dtype)
         attention, rope = plan.attention, plan.rope
         attention.heads, attention.kv_heads, attention.size = weights.num_heads, *cache_N2PKD.shape[3:]
@@ -229,6 +254,7 @@ class CpuOperators:
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weights: FeedForwardWeights[PackedWeight]
     ) -> torch.Tensor:
         num_rows, hidden_size = x_TE.shape
+        _check_half(x_TE, residual_TE, weights.gate_up, weights.down)
         scratch = self._scratch(num_rows * (hidden_size + weights.gate_up.num_out), x_TE.dtype)
         block = FeedForwardBlock(
             x_TE.data_ptr(),
@@ -261,7 +287,9 @@ class CpuOperators:
         return self._kept
 
     def _panels(self, weight_OI: torch.Tensor, *, gated: bool) -> torch.Tensor:
-        weight_OI = _padded(weight_OI, weight_OI.shape[1])
+        if weight_OI.dtype not in self._functions:
+            raise ValueError(f"weight: dtype {weight_OI.dtype} is not supported")
+        weight_OI = _padded(weight_OI)
         num_columns, depth = weight_OI.shape
         half = PANEL // 2
         num_panels = -(-(num_columns // 2) // half) if gated else -(-num_columns // PANEL)
@@ -286,21 +314,57 @@ class CpuOperators:
         num_out: int,
         activation: int,
     ) -> PackedWeight:
-        num_in = weight_OI.shape[1] + weight_OI.shape[1] % 2
+        num_in = weight_OI.shape[1]
+        num_padded = num_in + num_in % 2
         arguments = LinearArguments(
-            depth=num_in,
+            depth=num_padded,
             panels=panels.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
             columns=num_out,
             activation=activation,
         )
-        run = self._functions[weight_OI.dtype].linear
-        return PackedWeight(num_in, num_out, arguments, ctypes.addressof(arguments), run, (panels, bias))
+        dtype = weight_OI.dtype
+        run, address = self._functions[dtype].linear, ctypes.addressof(arguments)
+        return PackedWeight(dtype, num_in, num_padded, num_out, arguments, address, run, (panels, bias))
+
+    def _check_cache(
+        self, cache_N2PKD: torch.Tensor, plan: CpuPlan, heads_and_size: tuple[int | None, ...], dtype: torch.dtype
+    ) -> None:
+        shape = (None, 2, plan.attention.block_size, *heads_and_size)
+        _check("cache_N2PKD", cache_N2PKD, shape=shape, dtype=dtype, contiguous_from=1)
 
 
-def _padded(x_TI: torch.Tensor, num_in: int) -> torch.Tensor:
+def _check(
+    name: str,
+    x: torch.Tensor,
+    *,
+    shape: tuple[int | None, ...],
+    dtype: torch.dtype | None = None,
+    contiguous_from: int | None = None,
+) -> None:
+    """Raise `ValueError` naming the tensor unless it is of this shape and dtype; None is anything.
+
+    From the dimension `contiguous_from` on it must lie in one run of memory.
+    """
+    if dtype is not None and x.dtype != dtype:
+        raise ValueError(f"{name}: must be {dtype}, is {x.dtype}")
+    if len(x.shape) != len(shape) or any(a != b and b is not None for a, b in zip(x.shape, shape, strict=True)):
+        raise ValueError(f"{name}: must be of shape {list(shape)}, is {list(x.shape)}")
+    if contiguous_from is not None and x.numel() and not x[(0,) * contiguous_from].is_contiguous():
+        raise ValueError(f"{name}: must be contiguous from dimension {contiguous_from} on, strides are {x.stride()}")
+
+
+def _check_half(x_TE: torch.Tensor, residual_TE: torch.Tensor, first: PackedWeight, last: PackedWeight) -> None:
+    shape = (len(x_TE), first.num_in)
+    _check("x_TE", x_TE, shape=shape, dtype=first.dtype, contiguous_from=0)
+    _check("residual_TE", residual_TE, shape=shape, dtype=torch.float32, contiguous_from=0)
+    if (last.dtype, last.num_out) != (first.dtype, first.num_in):
+        raise ValueError(f"weights: {last.dtype}, {last.num_out} out do not fit {first.dtype}, {first.num_in} in")
+
+
+def _padded(x_TI: torch.Tensor) -> torch.Tensor:
     """With an even number of columns, contiguous: bfloat16 is multiplied in pairs."""
-    return torch.nn.functional.pad(x_TI, (0, num_in % 2 or num_in - x_TI.shape[1])).contiguous()
+    return torch.nn.functional.pad(x_TI, (0, x_TI.shape[1] % 2)).contiguous()
 
 
 def _whole_heads(x_THD: torch.Tensor) -> torch.Tensor:

@@ -124,6 +124,7 @@ inline float max_of(Floats value) {
 #endif
 }
 
+// Of each pair the larger; b where one is not a number.
 inline Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return bits<Floats>(_mm512_max_ps(bits<__m512>(a), bits<__m512>(b)));
@@ -137,10 +138,10 @@ inline Floats larger(Floats a, Floats b) {
 inline Floats exp(Floats x) {
     constexpr float LOG2_E = 1.44269504f, LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
 #if defined(__AVX512F__)
-    const Floats clamped = larger(x, splat(-104.0f));
+    const Floats clamped = larger(splat(-104.0f), x);
     const Floats n = bits<Floats>(_mm512_roundscale_ps(bits<__m512>(clamped * LOG2_E), 8));  // to the nearest integer
 #else
-    const Floats clamped = larger(x, splat(-87.0f));
+    const Floats clamped = larger(splat(-87.0f), x);
     const Floats magic = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
     const Floats shifted = clamped * LOG2_E + magic, n = shifted - magic;
 #endif
@@ -160,7 +161,7 @@ inline Floats exp(Floats x) {
 #endif
 }
 
-inline Floats silu(Floats x) { return x < -80.0f ? Floats{} : x / (1.0f + exp(-larger(x, splat(-80.0f)))); }
+inline Floats silu(Floats x) { return x < -80.0f ? Floats{} : x / (1.0f + exp(-larger(splat(-80.0f), x))); }
 
 inline Floats tanh(Floats x) {
     // (1 - e^-2|x|) / (1 + e^-2|x|) with the sign of x

@@ -58,6 +58,7 @@ public:
           values_(TILE * PANEL),
           narrow_values_(a.size % PANEL ? TILE * PANEL : 0),
           zeros_(PANEL),
+          padded_(a.padded_size()),
           scores_(rows * TILE),
           weights_(rows * TILE),
           scale_of_old_(rows),
@@ -90,7 +91,7 @@ public:
     // Write what `done`, the softmax of the whole context, comes to.
     void finish(const Softmax& done) {
         int64_t row = 0;
-        T padded[512];
+        T* padded = padded_.data();
         for (int64_t query = 0; query < task_.num_queries; ++query)
             for (int64_t head = 0; head < a.group(); ++head, ++row) {
                 const float factor = 1.0f / done.total[row];
@@ -106,7 +107,7 @@ public:
 
 private:
     const AttentionArguments<T>& a;
-    std::vector<T> q_, keys_, values_, narrow_values_, zeros_;
+    std::vector<T> q_, keys_, values_, narrow_values_, zeros_, padded_;
     std::vector<float> scores_;
     std::vector<T> weights_;
     std::vector<float> scale_of_old_;
@@ -277,14 +278,18 @@ private:
                 score = seen ? score : splat(EMPTY);
             }
             store(scores + i, score);
-            most = larger(most, score);
+            most = larger(score, most);  // of numbers only
         }
         const float before = softmax.most[row];
         const float now = std::max(before, max_of(most));
         T* weights = &weights_[row * TILE];
-        if (now == EMPTY) {  // nothing seen yet
+        if (now == EMPTY) {  // nothing seen yet, or no number
             scale_of_old_[row] = 1.0f;
             std::fill_n(weights, TILE, T{});
+            if (std::any_of(scores, scores + TILE, [](float score) { return std::isnan(score); })) {
+                softmax.most[row] = 0.0f;
+                softmax.total[row] = std::numeric_limits<float>::quiet_NaN();
+            }
             return;
         }
         Floats total{};

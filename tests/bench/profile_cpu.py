@@ -24,7 +24,7 @@ from pagoda.worker.model_store import ModelStore
 OUTPUT = Path("build/bench/profile.svg")
 MODEL = "smollm2-135m"
 NUM_STEPS = 50
-OPERATORS = ("add_rms_norm", "linear", "gated_linear", "rope_kv_write", "attend", "plan")
+OPERATORS = ("add_rms_norm", "linear", "linear_float32", "gated_linear", "rope_kv_write", "attend", "plan")
 
 
 class Timed:
@@ -42,7 +42,7 @@ class Timed:
         def timed(*arguments: Any) -> Any:
             begin = time.perf_counter()
             result = function(*arguments)
-            label = name if name != "linear" else f"linear {arguments[1].num_in} -> {arguments[1].num_out}"
+            label = f"{name} {arguments[1].num_in} -> {arguments[1].num_out}" if name.startswith("linear") else name
             self.seconds[label] += time.perf_counter() - begin
             return result
 

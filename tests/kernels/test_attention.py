@@ -79,6 +79,37 @@ def test_attend_equals_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_size", [256, 640])
+def test_large_heads_equal_reference(ops: Operators[Any, Any], head_size: int, dtype: torch.dtype) -> None:
+    contexts = random_contexts([(37, 1), (5, 9)], (3, 1, head_size), dtype)
+    for actual, expected in zip(attend(ops, contexts), attend(REFERENCE, contexts), strict=True):
+        assert_close(actual, expected)
+
+
+def test_peaked_scores(ops: Operators[Any, Any]) -> None:
+    """Scores of size 8 * 30: a rounding of one moves its weight by 1e-5."""
+    contexts = random_contexts([(203, 1), (37, 20)], HEADS[1])
+    kind = AttentionKind(scale=1.0)
+    for actual, expected in zip(attend(ops, contexts, kind), attend(REFERENCE, contexts, kind), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+@pytest.mark.parametrize("position", [0, 70, 1059])
+@pytest.mark.parametrize("query_len", [1, 40])
+def test_a_key_that_is_no_number_shows(
+    ops: Operators[Any, Any], query_len: int, position: int, soft_cap: float
+) -> None:
+    """In every output that sees it: a model that is broken must not give a plausible answer."""
+    (context,) = random_contexts([(1100 - query_len, query_len)], HEADS[1])
+    context.kv_S2KD[position, 0] = float("nan")
+    kind = AttentionKind(scale=0.125, soft_cap=soft_cap)
+    (actual_QHD,), (expected_QHD,) = attend(ops, [context], kind), attend(REFERENCE, [context], kind)
+    assert torch.equal(actual_QHD.isnan(), expected_QHD.isnan())
+    assert expected_QHD[-1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("mix", [MIXES["decode"], MIXES["decode and prefill"], [(0, 3), (10, 290)]], ids=str)
 def test_windows_and_caps_equal_reference(

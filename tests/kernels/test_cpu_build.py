@@ -4,6 +4,7 @@ import logging
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ def test_changed_sources_are_built_anew(small_sources: Path, tmp_path: Path) -> 
 def test_workers_that_start_together_build_once(tmp_path: Path) -> None:
     """Two processes at once: both get a whole library, and nothing else is left lying about."""
     script = f"""
+from collections.abc import Callable
 from pathlib import Path
 from pagoda.kernels.cpu import build
 print(build.library(build.INSTRUCTION_SETS[-1], Path({str(tmp_path)!r})))
@@ -70,15 +72,65 @@ def test_what_does_not_compile_is_said(small_sources: Path, tmp_path: Path) -> N
     assert not list(tmp_path.glob("*.so"))
 
 
+@pytest.mark.parametrize("damage", [lambda _: b"", lambda old: old[: len(old) // 2], lambda old: old[:-99] + bytes(99)])
+def test_what_is_damaged_is_built_anew(small_sources: Path, tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    """A full disk, or a machine that lost its power: to load such a file would kill every process that tries."""
+    del small_sources
+    path = library(PORTABLE, tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert not build.is_built(PORTABLE, tmp_path)
+    assert library(PORTABLE, tmp_path).read_bytes() == whole
+
+
+def test_what_is_built_needs_no_compiler_and_writes_nothing(
+    small_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that was built elsewhere and runs on a read-only disk."""
+    del small_sources
+    path = library(PORTABLE, tmp_path)
+    (tmp_path / "lock").unlink()
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert library(PORTABLE, tmp_path) == path
+    assert not (tmp_path / "lock").exists()
+
+
+def compiler(folder: Path, name: str, script: str) -> str:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [("exit 3", "failed: exit status 3"), ("exit 0", "wrote no library"), ("echo no >&2; exit 1", "no")],
+)
+def test_a_compiler_that_does_not_work(
+    small_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+) -> None:
+    """The next one is asked; if none works, it is said why the first does not."""
+    del small_sources
+    broken = compiler(tmp_path, "broken", script)
+    monkeypatch.setenv("CXX", broken)
+    assert library(PORTABLE, tmp_path / "one").exists()
+    monkeypatch.setattr(build, "_COMPILERS", ())
+    with pytest.raises(BuildError, match=f"{broken}.* {said}"):
+        library(PORTABLE, tmp_path / "two")
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BuildError, match="file"):
         library(PORTABLE, tmp_path / "file")
 
 
-def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_torch_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """With one warning, that names what is missing."""
     monkeypatch.setattr("shutil.which", lambda _: None)
+    monkeypatch.setattr("pagoda.kernels.cpu.library.library", lambda of: library(of, tmp_path))
     with caplog.at_level(logging.WARNING):
         assert isinstance(operators_for(torch.device("cpu"), torch.bfloat16, 2), TorchOperators)
     assert ["c++" in record.getMessage() for record in caplog.records] == [True]
@@ -89,6 +141,15 @@ def test_compiler_that_does_not_know_the_best(monkeypatch: pytest.MonkeyPatch) -
     unknown = build.InstructionSet("future", ("-march=future",), frozenset())
     monkeypatch.setattr("pagoda.kernels.cpu.library.supported_instruction_sets", lambda: [unknown, PORTABLE])
     assert load_best()[0] is PORTABLE
+
+
+def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """They would spin for each other; and so many that the system refuses one end the process."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 3})
+    with caplog.at_level(logging.WARNING):
+        operators_for(torch.device("cpu"), torch.float16, 4000)
+    assert torch.get_num_threads() == 2
+    assert ["4000 threads on 2 cores" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_which_operators_serve() -> None:

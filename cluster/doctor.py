@@ -165,15 +165,17 @@ def check_torch(*, has_gpu: bool) -> Finding:
 
 def check_cpu_kernels() -> Finding:
     """What multiplies on the CPU. Only looks whether it is built: the first worker builds what is not."""
-    from pagoda.kernels.cpu.build import BuildError, is_built, supported_instruction_sets
+    from pagoda.kernels.cpu.build import BuildError, compilers, is_built, supported_instruction_sets
 
     best = supported_instruction_sets()[0]
+    if is_built(best):
+        return Finding("kernels", "ok", f"C++ for {best.name}, built")
     try:
-        state = "built" if is_built(best) else "built by the first worker, in a few seconds"
+        compilers()
     except BuildError as error:
         advice = "install g++ (Debian: apt install g++); until then PyTorch's operators serve, several times slower"
         return Finding("kernels", "warning", str(error), advice)
-    return Finding("kernels", "ok", f"C++ for {best.name}, {state}")
+    return Finding("kernels", "ok", f"C++ for {best.name}, built by the first worker, in some ten seconds")
 
 
 def check_gpu(names: Sequence[str]) -> Finding:

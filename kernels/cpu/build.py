@@ -89,6 +89,15 @@ def is_built(instruction_set: InstructionSet, folder: Path = DEFAULT_FOLDER) -> 
     return _is_whole(_path(instruction_set, folder))
 
 
+def compilers() -> list[str]:
+    """Those that are here, in the order in which they are tried. Raises `BuildError` if there is none."""
+    named = [os.environ["CXX"]] if "CXX" in os.environ else []
+    found = [compiler for name in (*named, *_COMPILERS) if (compiler := shutil.which(name))]
+    if not found:
+        raise BuildError(f"there is no C++ compiler: none of {', '.join((*named, *_COMPILERS))} is on the path")
+    return found
+
+
 def _path(instruction_set: InstructionSet, folder: Path) -> Path:
     digest = hashlib.sha256("\0".join((*_FLAGS, *instruction_set.compiler_flags)).encode())
     for source in [*sorted(SOURCES.glob("*.h")), SOURCES / "kernels.cpp"]:
@@ -107,13 +116,9 @@ def _is_whole(path: Path) -> bool:
 
 def _build(instruction_set: InstructionSet, path: Path) -> None:
     """Compile with the first compiler that can. No other process does the same; `path` never is half a library."""
-    named = [os.environ["CXX"]] if "CXX" in os.environ else []
-    found = [compiler for name in (*named, *_COMPILERS) if (compiler := shutil.which(name))]
-    if not found:
-        raise BuildError(f"there is no C++ compiler: none of {', '.join((*named, *_COMPILERS))} is on the path")
     unfinished = path.with_suffix(".unfinished")
     failures = []
-    for compiler in dict.fromkeys(found):
+    for compiler in compilers():
         try:
             _compile([compiler, *_FLAGS, *instruction_set.compiler_flags, str(SOURCES / "kernels.cpp")], unfinished)
             _add_checksum(unfinished)

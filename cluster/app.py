@@ -9,7 +9,9 @@ import os
 import resource
 import secrets
 import socket
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ray.serve.schema import LoggingConfig
 from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.front import Front
 from pagoda.cluster.ingress.live_requests import ABORT_GRACE_S
+from pagoda.cluster.local_cluster import LocalCluster
 from pagoda.cluster.replica import Worker, WorkersRoot
 from pagoda.cluster.router import ROUTER_OPTIONS
 from pagoda.worker.config import EngineLimits
@@ -35,6 +38,8 @@ _POLL_S = 0.1
 _CLIENT_TIMEOUT_S = 60
 _LONGEST_STREAM_S = 24 * 3600
 _WAIT_S = 0.5
+_PROXY_ACTORS = "SERVE_PROXY_ACTOR"
+"""What the names of Serve's proxy actors begin with."""
 _DELETION_S = 3.0
 """Serve takes about one second to take down what is idle."""
 _GRPC_SERVICES = [
@@ -68,6 +73,8 @@ def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
         # An idle Serve at its defaults takes an eighth of a core, which a CPU machine's model needs.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
+        # How soon a proxy that died is replaced.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
         # HAProxy instead of Serve's Python proxy: a fifth of its CPU time for each token.
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(scratch / "haproxy.cfg"),
@@ -176,21 +183,46 @@ def is_up() -> bool:
     return all(status == "RUNNING" for status in statuses)
 
 
-def shut_down(*, drain_s: float) -> None:
-    """Take the service down: running requests get `drain_s`, then everything of ours is gone.
+def watch_local_cluster(config: ClusterConfig, scratch: Path, on_ray_dead: Callable[[], None]) -> LocalCluster:
+    """Watch over the cluster that `start_ray` has started here."""
+    host = "127.0.0.1" if config.host == "0.0.0.0" else config.host
+    return LocalCluster(
+        ray_address=ray.get_runtime_context().gcs_address,
+        scratch=scratch,
+        proxy_address=f"{host}:{config.port}",
+        replace_proxy=_kill_proxy_managers,
+        on_ray_dead=on_ray_dead,
+    )
 
-    That includes the Ray cluster if `start_ray` started it; else only our applications go.
+
+def _kill_proxy_managers() -> None:
+    """Serve starts others, with proxies of their own."""
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        name = actor["name"]
+        if name.startswith(_PROXY_ACTORS) and "fallback" not in name:
+            ray.kill(ray.get_actor(**actor))
+
+
+def shut_down(*, drain_s: float, hurry: threading.Event, cluster: LocalCluster | None) -> None:
+    """Take the service down: running requests get `drain_s`, or until `hurry`, then everything of ours is gone.
+
+    That includes the Ray cluster if `start_ray` started it, which `cluster` then watches; else only our applications
+    go.
     """
     try:
-        _drain(drain_s)
+        _drain(drain_s, hurry)
     except Exception as error:  # noqa: BLE001  (whatever it is, it must not keep us from stopping)
         logger.warning("running requests were not waited for: %s", error)
+    if cluster is not None:
+        cluster.stop_listening()  # who comes now is not answered, instead of with Serve's 404
     for name in _running_apps():
         serve.delete(name, _blocking=False)
     # Idle by now, but for clients that read or write a byte a second: Serve would wait for these.
     deadline = time.monotonic() + _DELETION_S
     while _running_apps() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
+    if cluster is not None:
+        cluster.close()
     # Not before it `serve.shutdown()`: Ray ends Serve's processes too, and does not print how the controller died.
     ray.shutdown()
 
@@ -205,13 +237,18 @@ def _running_apps() -> set[str]:
     return {FRONT_APP, WORKERS_APP} & serve.status().applications.keys()
 
 
-def _drain(drain_s: float) -> None:
-    """Tell all ingress processes to finish; return when they have."""
+def _drain(drain_s: float, hurry: threading.Event) -> None:
+    """Tell all ingress processes to finish, and at `hurry` to abort what still runs; return when they have."""
     if not _is_front_running():
         return
-    answers = serve.get_app_handle(FRONT_APP).broadcast("drain", drain_s)
+    front = serve.get_app_handle(FRONT_APP)
+    answers = front.broadcast("drain", drain_s)
+    is_hurried = False
     deadline = time.monotonic() + drain_s + ABORT_GRACE_S + _ANSWER_DEADLINE_S
     while time.monotonic() < deadline:
+        if hurry.is_set() and not is_hurried:
+            is_hurried = True
+            answers = front.broadcast("drain", 0.0)
         # In short waits: each is done by threads, for which a process that is interrupted waits before it exits.
         try:
             outcomes = answers.results(timeout_s=_WAIT_S, return_exceptions=True)

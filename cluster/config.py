@@ -35,6 +35,8 @@ class ClusterConfig:
     """Of workers and ingresses. At info, the ingress logs a line for each request."""
 
     def __post_init__(self) -> None:
+        if not self.served_model_name:
+            raise ConfigError("served_model_name", "must not be empty")
         if self.host not in HOSTS:
             raise ConfigError("host", f"must be one of {', '.join(HOSTS)}, got {self.host!r}")
         require_in_range("port", self.port, 1, 65535)

@@ -137,3 +137,5 @@ def _set_status(context: RayServegRPCContext, error: PagodaError) -> None:
     status = status_of(error)
     context.set_code(status.code)
     context.set_details(status.details)
+    if status.metadata:
+        context.set_trailing_metadata([*context.trailing_metadata(), *status.metadata])

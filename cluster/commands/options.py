@@ -9,6 +9,7 @@ import click
 
 from pagoda.cluster.commands.progress import show_progress
 from pagoda.worker.config import DTYPES, GIB, CacheConfig, EngineConfig, SchedulerConfig, require_in_range
+from pagoda.worker.errors import ConfigError
 from pagoda.worker.model_store import DEFAULT_MODEL, DEFAULT_STORE, ModelStore
 from pagoda.worker.tokenizer import check_tokenizer
 
@@ -74,6 +75,8 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def engine_settings(options: dict[str, Any]) -> EngineConfig:
     """The engine config of `engine_options`, as yet without a model. Raises `ConfigError`."""
+    if not options["model"]:
+        raise ConfigError("model", "must not be empty")
     require_in_range("kv_cache_gib", options["kv_cache_gib"], 0.001, 2**20)
     cache = CacheConfig(
         block_size=options["block_size"],

@@ -18,7 +18,7 @@ from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
 from pagoda.cluster.listening import problem_with_listening
 from pagoda.cluster.logs import LOG_LEVELS, LogLevel
 from pagoda.worker.build import plan_engine
-from pagoda.worker.config import require_in_range
+from pagoda.worker.config import EngineLimits, require_in_range
 from pagoda.worker.errors import ConfigError
 
 _CHECK_PERIOD_S = 5.0
@@ -59,7 +59,7 @@ def serve(
     """Serve a model through the OpenAI API until interrupted."""
     begin = time.monotonic()
     is_verbose = click.get_current_context().find_root().params.get("verbose", False)
-    name = served_model_name or options["model"].rstrip("/").rsplit("/", 1)[-1]
+    name = served_model_name if served_model_name is not None else options["model"].rstrip("/").rsplit("/", 1)[-1]
     if options["num_threads"] is None:
         options["num_threads"] = max(1, (os.cpu_count() or 1) // max(1, num_workers))
     require_in_range("max_body_mib", max_body_mib, 2**-20, 2**20)
@@ -85,11 +85,18 @@ def serve(
     if grpc_port:
         _check_port_is_free("grpc_port", host, grpc_port)
 
-    interrupted = threading.Event()
+    _run(config, plan.limits, ray_address, begin)
+
+
+def _run(config: ClusterConfig, limits: EngineLimits, ray_address: str | None, begin: float) -> None:
+    """Bring the service up and keep it until a signal comes. The first signal lets running requests end."""
+    interrupted, hurry = threading.Event(), threading.Event()
 
     def on_signal(*_: object) -> None:
+        if hurry.is_set():
+            raise KeyboardInterrupt  # the third one waits for nothing
         if interrupted.is_set():
-            raise KeyboardInterrupt  # the second one does not wait for running requests
+            hurry.set()  # the second one aborts what runs
         interrupted.set()
 
     def take_signals() -> None:
@@ -102,26 +109,35 @@ def serve(
     def say(what: str) -> None:
         click.echo(f"[{time.monotonic() - begin:5.1f} s] {what}", err=True)
 
+    def on_ray_dead() -> None:
+        """From another thread, while this one may be waiting for Ray for a minute."""
+        say("Ray has ended, and the service with it; running requests were cut")
+        os._exit(1)
+
     say(f"starting Ray{'' if ray_address is None else f' on {ray_address}'}")
     os.environ["RAY_DEDUP_LOGS"] = "0"  # read when Ray is imported; lines of different requests are no repetition
-    from pagoda.cluster.app import deploy, is_up, shut_down, start_ray  # seconds to import
+    from pagoda.cluster.app import deploy, is_up, shut_down, start_ray, watch_local_cluster  # seconds to import
 
+    name, num_workers = config.served_model_name, config.num_workers
     with TemporaryDirectory(prefix="pagoda-", ignore_cleanup_errors=True) as scratch:
         start_ray(config, address=ray_address, scratch=Path(scratch))
         take_signals()  # Ray has put its own handlers in their place, which abort
+        cluster = watch_local_cluster(config, Path(scratch), on_ray_dead) if ray_address is None else None
         try:
             say(f"loading {name} in {num_workers} worker{'s' if num_workers > 1 else ''}")
-            deploy(config, plan.limits)
+            deploy(config, limits)
             while not interrupted.is_set() and not is_up():
                 interrupted.wait(_START_CHECK_PERIOD_S)
             if not interrupted.is_set():
-                grpc = f" and by gRPC at {host}:{grpc_port}" if grpc_port else ""
-                say(f"{name} is served at http://{host}:{port}/v1{grpc} (Ctrl-C stops it)")
+                grpc = f" and by gRPC at {config.host}:{config.grpc_port}" if config.grpc_port else ""
+                say(f"{name} is served at http://{config.host}:{config.port}/v1{grpc} (Ctrl-C stops it)")
+                if cluster is not None:
+                    cluster.watch_proxy()
             while not interrupted.wait(_CHECK_PERIOD_S):
                 is_up()
         finally:
             say("stopping")
-            shut_down(drain_s=drain_s)
+            shut_down(drain_s=config.drain_s, hurry=hurry, cluster=cluster)
 
 
 def _check_port_is_free(name: str, host: str, port: int) -> None:

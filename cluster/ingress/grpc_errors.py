@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from pagoda.cluster.ingress.http_errors import RETRY_AFTER_S
 from pagoda.cluster.ingress.service import RequestAbortedError
 from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
 from pagoda.worker.quoting import shortened
@@ -15,6 +16,8 @@ class GrpcStatus:
 
     code: grpc.StatusCode
     details: str
+    metadata: tuple[tuple[str, str], ...] = ()
+    """Trailing: when to try again, in seconds, where that may help."""
 
 
 def status_of(error: PagodaError) -> GrpcStatus:
@@ -32,4 +35,6 @@ def status_of(error: PagodaError) -> GrpcStatus:
             code = grpc.StatusCode.UNAVAILABLE
         case _:
             code = grpc.StatusCode.INTERNAL
-    return GrpcStatus(code, shortened(str(error)))
+    may_try_again = code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+    metadata = (("retry-after", str(RETRY_AFTER_S)),) if may_try_again else ()
+    return GrpcStatus(code, shortened(str(error)), metadata)

@@ -43,9 +43,9 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADER, "")
-        is_valid = not given or _VALID.fullmatch(given) is not None
-        request_id = given if given and is_valid else uuid.uuid4().hex
+        given = Headers(scope=scope).get(HEADER)
+        is_valid = given is None or _VALID.fullmatch(given) is not None
+        request_id = given if given is not None and is_valid else uuid.uuid4().hex
         headers = {HEADER: request_id} if self._adds_header else {}
         scope.setdefault("state", {}).update({_ID: request_id, _HEADERS: headers})
 

@@ -414,6 +414,24 @@ def test_half_a_request_is_not_waited_for_longer(service: Service) -> None:
     assert time.monotonic() - service.silent_since > CLIENT_TIMEOUT_S - 5
 
 
+def test_proxy_that_dies_is_replaced(service: Service) -> None:
+    """Serve itself does not notice, and the service would be there and unreachable for ever."""
+    assert_proxy_answers(service)
+    for proxy in service.processes("haproxy\0-db"):
+        os.kill(proxy, signal.SIGKILL)
+    assert_proxy_answers(service)
+
+
+def assert_proxy_answers(service: Service) -> None:
+    def answers() -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{service.port}/health", timeout=DEADLINE_S).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    wait_until(answers, "the proxy answers", deadline_s=START_DEADLINE_S)
+
+
 def test_terminate_drains(service: Service, http: httpx.Client) -> None:
     """SIGTERM, as a service manager sends it: new requests are refused, what runs ends properly or is told why not.
 
@@ -439,6 +457,7 @@ def test_terminate_drains(service: Service, http: httpx.Client) -> None:
             with pytest.raises(grpc.RpcError) as error:
                 list(stub.Generate(inference_pb2.GenerateRequest(model=MODEL, text="a"), timeout=DEADLINE_S))
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert ("retry-after", "1") in error.value.trailing_metadata()
         assert last_event_of(short_one)["choices"][0]["finish_reason"] == "length"
         assert "aborted" in last_event_of(endless_one)["error"]["message"]
     service.process.wait(STOP_DEADLINE_S)
@@ -452,6 +471,34 @@ def test_ctrl_c_while_it_starts(endless: Path, tmp_path: Path) -> None:
         service.wait_until_it_says("loading")
         os.killpg(service.process.pid, signal.SIGINT)
         service.assert_it_ends_without_a_trace()
+
+
+def test_second_ctrl_c_aborts_what_runs(endless: Path, tmp_path: Path) -> None:
+    """Whoever does not want to wait for the drain time; clients still hear why."""
+    with pagoda_serve(endless, tmp_path, "--drain-s", "600") as service:
+        service.wait_until_it_says("is served")
+        url = f"http://127.0.0.1:{service.port}{COMPLETIONS}"
+        with httpx.stream("POST", url, json=endless_stream(), timeout=DEADLINE_S) as response:
+            assert response.status_code == 200
+            os.killpg(service.process.pid, signal.SIGINT)
+            service.wait_until_it_says("stopping")
+            os.killpg(service.process.pid, signal.SIGINT)
+            assert "aborted" in last_event_of(response)["error"]["message"]
+        service.process.wait(STOP_DEADLINE_S)
+        service.assert_it_ends_without_a_trace()
+
+
+def test_terminate_everything_at_once(endless: Path, tmp_path: Path) -> None:
+    """As `timeout` and systemd do: Ray is gone before the service can stop in order, and nothing may stay behind."""
+    with pagoda_serve(endless, tmp_path) as service:
+        service.wait_until_it_says("is served")
+        scratch = service.scratch_folder()
+        os.killpg(service.process.pid, signal.SIGTERM)
+        assert service.process.wait(STOP_DEADLINE_S) == 1
+        assert "Ray has ended, and the service with it" in service.log.read_text()
+        wait_until(lambda: not service.processes(), "no process of the service is left")
+        assert_port_is_free(service.port)
+        assert not scratch.exists()
 
 
 def test_ctrl_c_while_it_serves(endless: Path, tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ BAD_ENGINE_OPTIONS = [
     ("--threads", "0"),
     ("--dtype", "int8"),
     ("--block-size", "x"),
+    ("--model", ""),
 ]
 BAD_SERVE_OPTIONS = [
     ("--port", "0"),
@@ -104,6 +105,7 @@ BAD_SERVE_OPTIONS = [
     ("--drain-s", "nan"),
     ("--log-level", "loud"),
     ("--ingresses", "0"),
+    ("--served-model-name", ""),
     ("--max-body-mib", "0"),
     ("--max-body-mib", "nan"),
     ("--grpc-port", "65536"),

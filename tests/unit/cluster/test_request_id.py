@@ -41,7 +41,7 @@ async def test_valid_id_is_taken(request_id: str) -> None:
     assert answer.headers.get_list(HEADER) == [request_id]
 
 
-@pytest.mark.parametrize("request_id", ["x" * 129, "a b", "a\tb", "a\x7f"])
+@pytest.mark.parametrize("request_id", ["", "x" * 129, "a b", "a\tb", "a\x7f"])
 @pytest.mark.parametrize("adds_header", [True, False])
 async def test_other_ids_are_refused(request_id: str, adds_header: bool) -> None:
     """Too long, with a space or a control character. The answer has an id of its own."""
@@ -52,12 +52,11 @@ async def test_other_ids_are_refused(request_id: str, adds_header: bool) -> None
     assert answer.headers.get(HEADER) != request_id
 
 
-@pytest.mark.parametrize("request_id", [None, ""])
-async def test_id_is_drawn(request_id: str | None) -> None:
+async def test_id_is_drawn() -> None:
     """Each time another."""
-    answers = [await get(request_id=request_id) for _ in range(2)]
+    answers = [await get() for _ in range(2)]
     drawn = [answer.headers[HEADER] for answer in answers]
-    assert len({*drawn, request_id}) == 3
+    assert len(set(drawn)) == 2
     assert [answer.json() for answer in answers] == drawn
 
 

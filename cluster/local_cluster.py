@@ -12,7 +12,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_LOOK_PERIOD_S = 0.5
+_LOOK_PERIOD_S = 1.0
 _CONNECT_LIMIT_S = 2.0
 _MAX_REFUSALS = 3
 """In a row, before a listener counts as dead."""
@@ -21,7 +21,7 @@ _MEND_PERIOD_S = 30.0
 
 
 class LocalCluster:
-    """Looks every half second, on a thread of its own, whether Ray and the proxy are there."""
+    """Looks every second, on a thread of its own, whether Ray and the proxy are there."""
 
     def __init__(
         self,

@@ -3,7 +3,8 @@
 cpu_us_per_token_outside_engine   32 HTTP streams at 50 tok/s with a model that costs nothing: CPU of every process
                                   but the client, above that of the idle service, per token
 added_ttft_ms_p50, added_itl_ms_p99    over HTTP against the same engine in this process, same load
-http_over_offline_ratio           tokens/s of the real model, 32 clients over HTTP against 32 requests offline
+http_over_offline_ratio           tokens/s of the real model, 32 clients over HTTP against 32 requests offline: the
+                                  median, the least and the most of several pairs
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import uvloop
 from service import Service, Stream, serve
 
 from pagoda.worker.async_engine import AsyncEngine
@@ -27,8 +29,12 @@ STEP_S = 0.02
 LOAD_S = 15
 IDLE_S = 10
 NUM_PROMPT_TOKENS = 16
-NUM_REAL_TOKENS = 128
+NUM_REAL_TOKENS = 256
+"""About what a chat answer has. Most of what HTTP costs beyond a token's share is the arrival of all 32 at once."""
 NUM_REPEATS = 3
+NUM_PAIRS = 7
+SETTLE_S = 2.0
+"""After a pause, for what has timed out meanwhile."""
 
 
 def say(what: str) -> None:
@@ -101,35 +107,35 @@ async def overhead() -> dict[str, float]:
 
 
 async def http_over_offline() -> dict[str, float]:
-    """The service with the real model between two runs of the engine alone: the machine's speed changes by itself."""
+    """The service with the real model and the engine alone, in turn: the machine's speed changes by itself.
+
+    While the engine runs alone, the service's processes stand still. The first of each is not counted.
+    """
     num_tokens = NUM_REAL_TOKENS
-
-    async def alone() -> list[float]:
-        say("the real model, offline")
-        path = ModelStore(DEFAULT_STORE).path_of(DEFAULT_MODEL)
-        config = EngineConfig(path, scheduler=SchedulerConfig(max_num_seqs=NUM_STREAMS))
-        engine = AsyncEngine(config, progress=lambda *_: None)
-        speeds = [tokens_per_s(await offline(engine, num_tokens, seed), num_tokens) for seed in range(NUM_REPEATS + 1)]
-        engine.shutdown()
-        return speeds[1:]
-
-    before = await alone()
+    path = ModelStore(DEFAULT_STORE).path_of(DEFAULT_MODEL)
+    config = EngineConfig(path, scheduler=SchedulerConfig(max_num_seqs=NUM_STREAMS))
     with serve(DEFAULT_MODEL, "--max-num-seqs", str(NUM_STREAMS)) as service:
-        say("the real model, over HTTP")
-        http = [
-            tokens_per_s(await over_http(service, num_tokens, seed), num_tokens) for seed in range(2 * NUM_REPEATS + 1)
-        ][1:]
-    after = await alone()
-    say(f"tokens/s: offline {before}, HTTP {http}, offline {after}")
+        engine = AsyncEngine(config, progress=lambda *_: None)
+        alone, http = [], []
+        for seed in range(NUM_PAIRS + 1):
+            with service.paused():
+                alone.append(tokens_per_s(await offline(engine, num_tokens, seed), num_tokens))
+            await asyncio.sleep(SETTLE_S)
+            http.append(tokens_per_s(await over_http(service, num_tokens, seed), num_tokens))
+            say(f"the real model: {alone[-1]:.0f} tokens/s offline, {http[-1]:.0f} over HTTP")
+        engine.shutdown()
+    ratios = [ours / theirs for ours, theirs in zip(http[1:], alone[1:], strict=True)]
     return {
-        "offline_tokens_per_s": statistics.median(before + after),
-        "http_tokens_per_s": statistics.median(http),
-        "http_over_offline_ratio": statistics.median(http) / statistics.median(before + after),
+        "offline_tokens_per_s": statistics.median(alone[1:]),
+        "http_tokens_per_s": statistics.median(http[1:]),
+        "http_over_offline_ratio": statistics.median(ratios),
+        "http_over_offline_ratio_least": min(ratios),
+        "http_over_offline_ratio_most": max(ratios),
     }
 
 
 def main() -> None:
-    result = asyncio.run(overhead()) | asyncio.run(http_over_offline())
+    result = uvloop.run(overhead()) | uvloop.run(http_over_offline())
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     OUTPUT.write_text(json.dumps({name: round(value, 3) for name, value in result.items()}, indent=2) + "\n")
     print(OUTPUT.read_text(), end="")

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,15 +44,33 @@ class Service:
         self._mark = f"PAGODA_BENCH={mark}".encode()
 
     def cpu_s(self) -> float:
-        """CPU seconds so far of every process of the service, found by a mark in their environment."""
+        """CPU seconds so far of every process of the service."""
         total = 0
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if self._mark in (folder / "environ").read_bytes().split(b"\0"):
-                    total += sum(map(int, (folder / "stat").read_text().rsplit(")", 1)[1].split()[11:13]))
-            except OSError:
-                continue  # it ended meanwhile, or is not ours to read
+        for folder in self._processes():
+            with suppress(OSError):  # it ended meanwhile
+                total += sum(map(int, (folder / "stat").read_text().rsplit(")", 1)[1].split()[11:13]))
         return total / _TICKS_PER_S
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Every process of the service stands still; for seconds only, or its parts take each other for dead."""
+        processes = [int(folder.name) for folder in self._processes()]
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in processes:
+                os.kill(process, signal.SIGCONT)
+
+    def _processes(self) -> list[Path]:
+        """Their folders in /proc, found by a mark in their environment."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it ended meanwhile, or is not ours to read
+                if self._mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(folder)
+        return found
 
     async def stream(self, prompt: str | list[int], max_tokens: int) -> Stream:
         """One streamed completion over a plain socket: as little of the client as can be."""

@@ -16,7 +16,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parent
 DEFAULT_FOLDER = Path.home() / ".cache" / "pagoda" / "kernels"
 _COMPILERS = ("c++", "g++", "clang++")
-"""Tried in this order, after what the environment names as CXX."""
+"""Tried in this order."""
 _COMPILE_LIMIT_S = 300
 _CHECKSUM_BYTES = 32
 _FLAGS = ("-O3", "-std=c++20", "-pthread", "-shared", "-fPIC", "-Wall", "-Wextra", "-Wno-maybe-uninitialized")
@@ -91,10 +91,9 @@ def is_built(instruction_set: InstructionSet, folder: Path = DEFAULT_FOLDER) -> 
 
 def compilers() -> list[str]:
     """Those that are here, in the order in which they are tried. Raises `BuildError` if there is none."""
-    named = [os.environ["CXX"]] if "CXX" in os.environ else []
-    found = [compiler for name in (*named, *_COMPILERS) if (compiler := shutil.which(name))]
+    found = [compiler for name in _COMPILERS if (compiler := shutil.which(name))]
     if not found:
-        raise BuildError(f"there is no C++ compiler: none of {', '.join((*named, *_COMPILERS))} is on the path")
+        raise BuildError(f"there is no C++ compiler: none of {', '.join(_COMPILERS)} is on the path")
     return found
 
 

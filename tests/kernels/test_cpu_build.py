@@ -112,9 +112,9 @@ def test_a_compiler_that_does_not_work(
     """The next one is asked; if none works, it is said why the first does not."""
     del small_sources
     broken = compiler(tmp_path, "broken", script)
-    monkeypatch.setenv("CXX", broken)
+    monkeypatch.setattr(build, "_COMPILERS", (broken, *build._COMPILERS))
     assert library(PORTABLE, tmp_path / "one").exists()
-    monkeypatch.setattr(build, "_COMPILERS", ())
+    monkeypatch.setattr(build, "_COMPILERS", (broken,))
     with pytest.raises(BuildError, match=f"{broken}.* {said}"):
         library(PORTABLE, tmp_path / "two")
 

@@ -73,8 +73,6 @@ def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
         # An idle Serve at its defaults takes an eighth of a core, which a CPU machine's model needs.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
-        "RAY_memory_monitor_refresh_ms": "1000",
-        "REPORTER_UPDATE_INTERVAL_MS": "10000",
         # How soon a proxy that died is replaced.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
         # HAProxy instead of Serve's Python proxy: a fifth of its CPU time for each token.

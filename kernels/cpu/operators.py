@@ -1,6 +1,7 @@
 """The operators of the C++ kernels. Checks dtypes, shapes and strides, hands over pointers.
 
-What tensors hold is not checked: block ids, slots and lengths must be right.
+What tensors hold is not checked: block ids, slots and lengths must be right. The halves of a layer check x, the
+residual stream and the cache; norms, head counts and angles are the model's, the same at every call, and trusted.
 
 Dimensions as in `interface.py`. What a request gets does not depend on what else is in its batch, on how its prompt was
 cut into steps, or on the number of threads: every sum has one fixed order.
@@ -148,7 +149,8 @@ class CpuOperators:
         _check("v_TKD", v_TKD, shape=tuple(k_TKD.shape), dtype=dtype)
         for name, angles_TD in (("cos_TD", cos_TD), ("sin_TD", sin_TD)):
             _check(name, angles_TD, shape=(num_tokens, size), dtype=torch.float32, contiguous_from=0)
-        self._check_cache(cache_N2PKD, plan, (k_TKD.shape[1], size), dtype)
+        self._check_cache(cache_N2PKD, plan, dtype)
+        _check("cache_N2PKD", cache_N2PKD, shape=(None, None, None, k_TKD.shape[1], size))
         q_THD, k_TKD, v_TKD = map(_whole_heads, (q_THD, k_TKD, v_TKD))
         arguments = plan.rope
         arguments.q, arguments.k, arguments.v = q_THD.data_ptr(), k_TKD.data_ptr(), v_TKD.data_ptr()
@@ -163,7 +165,8 @@ class CpuOperators:
     def attend(
         self, q_THD: torch.Tensor, cache_N2PKD: torch.Tensor, plan: CpuPlan, kind: AttentionKind
     ) -> torch.Tensor:
-        self._check_cache(cache_N2PKD, plan, (None, q_THD.shape[2]), q_THD.dtype)
+        self._check_cache(cache_N2PKD, plan, q_THD.dtype)
+        _check("cache_N2PKD", cache_N2PKD, shape=(None, None, None, None, q_THD.shape[2]))
         if q_THD.shape[1] % cache_N2PKD.shape[3]:
             raise ValueError(f"q_THD: {q_THD.shape[1]} heads are no multiple of {cache_N2PKD.shape[3]} KV heads")
         q_THD = _whole_heads(q_THD)
@@ -221,7 +224,7 @@ class CpuOperators:
         num_rows, hidden_size = x_TE.shape
         qkv, output, kind = weights.qkv, weights.output, weights.kind
         _check_half(x_TE, residual_TE, qkv, output)
-        self._check_cache(cache_N2PKD, plan, (None, None), x_TE.dtype)
+        self._check_cache(cache_N2PKD, plan, x_TE.dtype)
         scratch = self._scratch(num_rows * (hidden_size + qkv.num_out + output.num_in), x_TE.dtype)
         attention, rope = plan.attention, plan.rope
         attention.heads, attention.kv_heads, attention.size = weights.num_heads, *cache_N2PKD.shape[3:]
@@ -327,19 +330,16 @@ class CpuOperators:
         run, address = self._functions[dtype].linear, ctypes.addressof(arguments)
         return PackedWeight(dtype, num_in, num_padded, num_out, arguments, address, run, (panels, bias))
 
-    def _check_cache(
-        self, cache_N2PKD: torch.Tensor, plan: CpuPlan, heads_and_size: tuple[int | None, ...], dtype: torch.dtype
-    ) -> None:
-        _, _, num_tokens, num_heads, size = cache_N2PKD.shape
+    def _check_cache(self, cache_N2PKD: torch.Tensor, plan: CpuPlan, dtype: torch.dtype) -> None:
+        _, two, num_tokens, num_heads, size = cache_N2PKD.shape
         row = num_heads * size
-        if (  # in the order of what it costs: every layer comes here
+        if (  # every layer comes here
             cache_N2PKD.dtype is dtype
-            and num_tokens == plan.attention.block_size
-            and heads_and_size in ((None, None), (num_heads, size), (None, size))
+            and (two, num_tokens) == (2, plan.attention.block_size)
             and cache_N2PKD.stride()[1:] == (num_tokens * row, row, size, 1)
         ):
             return
-        shape = (None, 2, plan.attention.block_size, *heads_and_size)
+        shape = (None, 2, plan.attention.block_size, None, None)
         _check("cache_N2PKD", cache_N2PKD, shape=shape, dtype=dtype, contiguous_from=1)
 
 

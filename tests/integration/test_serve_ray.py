@@ -344,13 +344,32 @@ def test_clients_that_go_leave_room(service: Service, http: httpx.Client) -> Non
     assert http.post(COMPLETIONS, json=short()).status_code == 200
 
 
+def workers_of(service: Service) -> set[int]:
+    workers = set(service.processes("ServeReplica:workers:Worker")) - set(service.processes("WorkersRoot"))
+    assert len(workers) == 2
+    return workers
+
+
+def test_worker_that_hangs_is_noticed(service: Service, http: httpx.Client) -> None:
+    """By its session, long before Serve gives it up: the clients of its streams are told."""
+    with http.stream("POST", COMPLETIONS, json=endless_stream()) as response:
+        assert response.status_code == 200
+        workers = workers_of(service)
+        try:
+            for worker in workers:
+                os.kill(worker, signal.SIGSTOP)
+            assert "is gone" in last_event_of(response)["error"]["message"]
+        finally:
+            for worker in workers:
+                os.kill(worker, signal.SIGCONT)
+    assert http.post(COMPLETIONS, json=short()).status_code == 200
+
+
 def test_worker_that_dies_is_replaced(service: Service, http: httpx.Client) -> None:
     """Both worker processes are killed under a stream: its client is told, and the service mends itself."""
     with http.stream("POST", COMPLETIONS, json=endless_stream()) as response:
         assert response.status_code == 200
-        workers = set(service.processes("ServeReplica:workers:Worker")) - set(service.processes("WorkersRoot"))
-        assert len(workers) == 2
-        for worker in workers:
+        for worker in workers_of(service):
             os.kill(worker, signal.SIGKILL)
         assert "error" in last_event_of(response)
     wait_until(

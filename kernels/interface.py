@@ -1,7 +1,7 @@
 """What every backend implements. Backends agree with `reference.py` within a stated tolerance.
 
 Dimensions: T tokens of the flattened batch, B requests, H query heads, K KV heads, G = H/K, D head size, N blocks in
-the pool, P tokens per block, M block-table columns, L layers, E hidden size, F feed-forward size.
+the pool, P tokens per block, M block-table columns, L layers, E hidden size, F feed-forward size, V vocabulary.
 
 The cache of one group is block-first, `cache_NL2PKD`: a block of all layers is one run of bytes. A layer's view
 `cache_NL2PKD[:, l]` is strided; every operator takes it as it is. 2 = key, value.
@@ -186,6 +186,15 @@ class Operators(Protocol, Generic[PlanT, WeightT]):
         """A layer's second half: residual += x (mutated); returns down(gated_linear(norm(residual))).
 
         The result may lie where `x_TE` did.
+        """
+        ...
+
+    def sample(self, logits_BV: torch.Tensor, temperature_B: torch.Tensor, streams_B: torch.Tensor) -> torch.Tensor:
+        """Draw a token of each row from softmax(logits / temperature). Returns int64, B.
+
+        `temperature_B`: float32; 0 takes the greatest logit, the first if several are. `streams_B`: int64, from
+        `random_streams`, whose `exponentials` decide: of exponential clocks with the probabilities as rates, the first
+        to ring is each with its probability. Logits of -inf are never drawn; a row must have a finite one.
         """
         ...
 

@@ -16,6 +16,10 @@ from pagoda.kernels.interface import (
     AttentionWeights,
     FeedForwardWeights,
 )
+from pagoda.kernels.random_numbers import exponentials
+
+MIN_TEMPERATURE = 1e-5
+"""Below it logits are divided by it: smaller ones would leave float32's range, and the greatest wins all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,15 @@ class ReferenceOperators:
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weights: FeedForwardWeights[ReferenceWeight]
     ) -> torch.Tensor:
         return feed_forward_block(self, x_TE, residual_TE, weights)
+
+    def sample(self, logits_BV: torch.Tensor, temperature_B: torch.Tensor, streams_B: torch.Tensor) -> torch.Tensor:
+        tokens = []
+        clocks_BV = exponentials(streams_B, logits_BV.shape[1])
+        for logits_V, temperature, clocks_V in zip(logits_BV.float(), temperature_B.tolist(), clocks_BV, strict=True):
+            if temperature > 0:
+                logits_V = (logits_V / max(temperature, MIN_TEMPERATURE)).softmax(-1) / clocks_V
+            tokens.append(int(logits_V.argmax()))
+        return torch.tensor(tokens)
 
     def copy_blocks(self, cache_NL2PKD: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
         for source, destination in pairs:

@@ -18,7 +18,8 @@ from pagoda.kernels.interface import (
     AttentionWeights,
     FeedForwardWeights,
 )
-from pagoda.kernels.reference import rotate
+from pagoda.kernels.random_numbers import exponentials
+from pagoda.kernels.reference import MIN_TEMPERATURE, rotate
 
 QUERY_TILE = 256
 """Queries attended at once: bounds the mask to tile x context."""
@@ -174,6 +175,14 @@ class TorchOperators:
     ) -> torch.Tensor:
         return feed_forward_block(self, x_TE, residual_TE, weights)
 
+    def sample(self, logits_BV: torch.Tensor, temperature_B: torch.Tensor, streams_B: torch.Tensor) -> torch.Tensor:
+        logits_BV = logits_BV.float()
+        if not bool((temperature_B > 0).any()):
+            return _argmax(logits_BV)
+        divisor_B1 = temperature_B.clamp(min=MIN_TEMPERATURE)[:, None]
+        scores_BV = (logits_BV / divisor_B1).softmax(-1).div_(exponentials(streams_B, logits_BV.shape[1]))
+        return _argmax(torch.where(temperature_B[:, None] > 0, scores_BV, logits_BV))
+
     def copy_blocks(self, cache_NL2PKD: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
         if pairs:
             sources, destinations = torch.tensor(pairs, device=cache_NL2PKD.device).unbind(1)
@@ -184,6 +193,13 @@ class TorchOperators:
 
     def scatter_blocks(self, cache_NL2PKD: torch.Tensor, block_ids: list[int], blocks: torch.Tensor) -> None:
         cache_NL2PKD[torch.tensor(block_ids, dtype=torch.long, device=cache_NL2PKD.device)] = blocks
+
+
+def _argmax(x_BV: torch.Tensor) -> torch.Tensor:
+    """Index of each row's largest number, the first if several are."""
+    if x_BV.device.type == "cpu":  # where numpy's is a hundred times as fast as torch's
+        return torch.from_numpy(x_BV.numpy().argmax(-1))
+    return x_BV.argmax(-1)
 
 
 def _prefill_tiles(batch: AttentionBatch, block_size: int, dtype: torch.dtype) -> list[_PrefillTile]:

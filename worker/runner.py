@@ -16,7 +16,7 @@ from pagoda.kernels.interface import AttentionBatch, Operators
 from pagoda.worker.input_batch import InputBatch, StepInputs
 from pagoda.worker.logprobs import prompt_logprobs, token_logprobs
 from pagoda.worker.models.llama import LlamaModel
-from pagoda.worker.sampler import Workspace, sample
+from pagoda.worker.sampler import sample
 from pagoda.worker.types import ModelRunnerOutput, SchedulerOutput, SequenceId, TokenLogprobs
 
 
@@ -35,7 +35,6 @@ class Runner:
         self._cache_NL2PKD = cache_NL2PKD
         self._batch = batch
         self._device = cache_NL2PKD.device
-        self._workspace = Workspace()
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self._batch.apply(plan)
@@ -65,7 +64,7 @@ class Runner:
         logits_BV = self._model.logits(hidden_TE[self._to_device(inputs.last_token_indices)])
         asked = [index for index, (_, row) in enumerate(inputs.sampled) if row.sampling.logprobs is not None]
         asked_logits = logits_BV[asked] if asked else None  # a copy: sampling mutates them
-        tokens = sample(logits_BV, [row for _, row in inputs.sampled], self._workspace)
+        tokens = sample(logits_BV, [row for _, row in inputs.sampled], self._ops)
         result.sampled.update((i, token) for (i, _), token in zip(inputs.sampled, tokens, strict=True))
         if asked_logits is not None:
             sequence_ids = [inputs.sampled[index][0] for index in asked]

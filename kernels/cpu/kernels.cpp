@@ -2,6 +2,7 @@
 //
 // Built once for each instruction set by `build.py`; no other headers than the compiler's own are needed.
 #include "blocks.h"
+#include "sampling.h"
 
 using namespace pagoda;
 
@@ -41,6 +42,10 @@ using namespace pagoda;
     }                                                                                                                 \
     void pagoda_feed_forward_block_##NAME(const FeedForwardBlock<T>* block, int num_threads) {                        \
         feed_forward_block(*block, num_threads);                                                                      \
+    }                                                                                                                 \
+    void pagoda_sample_##NAME(const SamplingArguments<T>* arguments, int num_threads) {                               \
+        Sampling<T> sampling(*arguments);                                                                             \
+        PAGODA_TEAM(num_threads, sampling.run(team))                                                                  \
     }
 
 extern "C" {

@@ -118,6 +118,19 @@ class FeedForwardBlock(ctypes.Structure):
     )
 
 
+class SamplingArguments(ctypes.Structure):
+    """`SamplingArguments` of sampling.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("temperature", c_void_p),
+        ("streams", c_void_p),
+        ("tokens", c_void_p),
+        ("rows", c_int64),
+        ("columns", c_int64),
+    )
+
+
 _NORM = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int)
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pack": (c_void_p, c_int64, c_int64, c_void_p, c_int),
@@ -129,6 +142,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "attend": (c_void_p, c_int),
     "attention_block": (c_void_p, c_int),
     "feed_forward_block": (c_void_p, c_int),
+    "sample": (c_void_p, c_int),
 }
 
 
@@ -144,6 +158,7 @@ class Functions(NamedTuple):
     attend: Any
     attention_block: Any
     feed_forward_block: Any
+    sample: Any
 
 
 def load(path: Path) -> dict[torch.dtype, Functions]:

@@ -20,6 +20,7 @@ from pagoda.kernels.cpu.library import (
     Functions,
     LinearArguments,
     RopeArguments,
+    SamplingArguments,
 )
 from pagoda.kernels.interface import (
     Activation,
@@ -273,6 +274,19 @@ class CpuOperators:
         )
         self._functions[x_TE.dtype].feed_forward_block(ctypes.addressof(block), self._num_threads)
         return x_TE
+
+    def sample(self, logits_BV: torch.Tensor, temperature_B: torch.Tensor, streams_B: torch.Tensor) -> torch.Tensor:
+        num_rows, vocab_size = logits_BV.shape
+        if logits_BV.dtype not in self._functions:
+            raise ValueError(f"logits_BV: dtype {logits_BV.dtype} is not supported")
+        _check("logits_BV", logits_BV, shape=(num_rows, vocab_size), contiguous_from=0)
+        _check("temperature_B", temperature_B, shape=(num_rows,), dtype=torch.float32, contiguous_from=0)
+        _check("streams_B", streams_B, shape=(num_rows,), dtype=torch.int64, contiguous_from=0)
+        tokens_B = torch.empty(num_rows, dtype=torch.int64)
+        pointers = (tensor.data_ptr() for tensor in (logits_BV, temperature_B, streams_B, tokens_B))
+        arguments = SamplingArguments(*pointers, num_rows, vocab_size)
+        self._functions[logits_BV.dtype].sample(ctypes.addressof(arguments), self._num_threads)
+        return tokens_B
 
     def copy_blocks(self, cache_NL2PKD: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
         self._blocks.copy_blocks(cache_NL2PKD, pairs)

@@ -124,6 +124,19 @@ inline float max_of(Floats value) {
 #endif
 }
 
+// Whether a comparison holds in any lane.
+inline bool any(Ints is) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask(bits<__m512i>(is), bits<__m512i>(is)) != 0;
+#elif defined(__AVX2__)
+    return !_mm256_testz_si256(bits<__m256i>(is), bits<__m256i>(is));
+#else
+    int32_t found = 0;
+    for (int i = 0; i < W; ++i) found |= is[i];
+    return found != 0;
+#endif
+}
+
 // Of each pair the larger; b where one is not a number.
 inline Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from pagoda.kernels.torch_ops import TorchOperators
 from pagoda.worker.input_batch import Row
 from pagoda.worker.logit_adjustment import adjust_logits
 from pagoda.worker.sampler import sample
@@ -99,7 +100,7 @@ def test_negative_logits_are_made_less_probable_too() -> None:
 def test_bias_moves_the_greedy_choice() -> None:
     logits_BV = torch.arange(V).float().repeat(3, 1)
     rows = [row([0], [], logit_bias=bias) for bias in ({}, {3: 100.0}, {V - 1: -100.0, V - 2: -5.0})]
-    assert sample(logits_BV, rows) == [V - 1, 3, V - 3]
+    assert sample(logits_BV, rows, TorchOperators()) == [V - 1, 3, V - 3]
 
 
 def test_neighbours_keep_their_logits() -> None:
@@ -128,7 +129,7 @@ def test_extreme_repetition_penalty_is_no_nan(penalty: float) -> None:
     logits_BV = torch.tensor([[-30.0, 0.0, 30.0, 1.0] + [0.5] * (V - 4)])
     rows = [row([0, 1], [2], repetition_penalty=penalty, temperature=1e-9)]
     assert adjust_logits(logits_BV.clone(), rows).isfinite().all()
-    assert sample(logits_BV, rows) == [2 if penalty < 1 else 3]
+    assert sample(logits_BV, rows, TorchOperators()) == [2 if penalty < 1 else 3]
 
 
 def test_banned_stays_banned() -> None:

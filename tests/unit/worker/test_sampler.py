@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from pagoda.kernels.torch_ops import TorchOperators
 from pagoda.worker.input_batch import Row
-from pagoda.worker.sampler import exponentials, sample
+from pagoda.worker.sampler import sample as sample_with
 from pagoda.worker.types import SamplingParams
 
 PROBS = (0.02, 0.30, 0.05, 0.25, 0.03, 0.20, 0.05, 0.10)
@@ -33,6 +34,10 @@ def row(seed: int = 0, num_output_tokens: int = 0, eos: Sequence[int] = (), **sa
         seed=seed,
         eos_token_ids=frozenset(eos),
     )
+
+
+def sample(logits_BV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    return sample_with(logits_BV, rows, TorchOperators())
 
 
 def logits_of(probs: Sequence[float], num_rows: int = 1) -> torch.Tensor:
@@ -137,7 +142,7 @@ def test_a_row_without_top_p_keeps_its_tail_beside_one_with_it(monkeypatch: pyte
     third token win wherever it is kept.
     """
     clocks = torch.tensor([1.0, 1.0, 1e-12])
-    monkeypatch.setattr("pagoda.worker.sampler.exponentials", lambda seeds, *_: clocks.expand(len(seeds), -1))
+    monkeypatch.setattr("pagoda.kernels.torch_ops.exponentials", lambda streams_B, _: clocks.expand(len(streams_B), -1))
     probs = (0.5, 0.5, 1e-9)
     assert sample(logits_of(probs), [row()]) == [2]
     assert sample(logits_of(probs, 2), [row(), row(top_p=0.9)]) == [2, 0]
@@ -185,31 +190,6 @@ def test_distribution(sampling: dict[str, Any], probs: Sequence[float], varied: 
     assert statistic < 41
 
 
-def test_exponentials_are_split_mix() -> None:
-    """Other versions and other workers must draw the same numbers: pinned by SplitMix64 in plain integers."""
-
-    def finalise(x: int) -> int:
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
-        return x ^ (x >> 31)
-
-    def mix(x: int) -> int:
-        return finalise((x + 0x9E3779B97F4A7C15) % 2**64)
-
-    cases = [(0, 0), (1, 0), (0, 1), (2**63 - 1, 0), (2**63 - 1, 2**20), (123456789, 42)]
-    found = exponentials([seed for seed, _ in cases], [counter for _, counter in cases], torch.empty(len(cases), 50))
-    expected = [
-        [
-            -math.log1p(
-                -((finalise((mix(mix(counter) ^ seed) + token * 0x9E3779B97F4A7C15) % 2**64) >> 32) + 0.5) / 2**32
-            )
-            for token in range(50)
-        ]
-        for seed, counter in cases
-    ]
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=0)  # float32 logarithms
-
-
 def test_rounding_moves_only_close_calls() -> None:
     """Scenario: batching shifts logits by 1e-4. One draw along the cumulative sum would change 5 % of tokens."""
     generator = torch.Generator().manual_seed(0)
@@ -251,7 +231,7 @@ def test_bfloat16_logits_are_drawn_in_float32() -> None:
 
 def test_a_clock_that_hardly_rings_never_lets_a_dropped_token_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scenario: the only kept token has the largest number that there is."""
-    monkeypatch.setattr("pagoda.worker.sampler.exponentials", lambda *_: torch.full((1, 4), 64.0))
+    monkeypatch.setattr("pagoda.kernels.torch_ops.exponentials", lambda *_: torch.full((1, 4), 64.0))
     assert sample(logits_of((0.1, 0.1, 0.5, 0.3)), [row(top_k=1)]) == [2]
 
 

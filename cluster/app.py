@@ -73,6 +73,12 @@ def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
         # An idle Serve at its defaults takes an eighth of a core, which a CPU machine's model needs.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
+        # The same of an idle Ray: nobody looks at its states, and memory and resources do not change that fast.
+        "RAY_enable_metrics_collection": "0",
+        "RAY_event_stats": "0",
+        "RAY_task_events_report_interval_ms": "0",
+        "RAY_memory_monitor_refresh_ms": "1000",
+        "RAY_raylet_report_resources_period_milliseconds": "1000",
         # How soon a proxy that died is replaced.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
         # HAProxy instead of Serve's Python proxy: a fifth of its CPU time for each token.
@@ -139,6 +145,16 @@ def start_ray(config: ClusterConfig, *, address: str | None, scratch: Path) -> N
         log_to_driver=shows_logs,
         logging_level=logging.ERROR,
     )
+    _end_helpers(shows_logs)
+
+
+def _end_helpers(shows_logs: bool) -> None:
+    """End those of Ray's processes that do nothing here: dashboard, scaling of the cluster, forwarding of logs."""
+    node = ray._private.worker._global_node  # noqa: SLF001  (`ray.init` always starts them)
+    node.kill_dashboard(check_alive=False)
+    node.kill_monitor(check_alive=False)
+    if not shows_logs:
+        node.kill_log_monitor(check_alive=False)
 
 
 def deploy(config: ClusterConfig, limits: EngineLimits) -> None:
@@ -275,7 +291,8 @@ def _workers(config: ClusterConfig, token: str) -> Any:
         request_router_config=RequestRouterConfig(**ROUTER_OPTIONS),
         **_lifecycle(config),
     )
-    root = serve.deployment(max_queued_requests=-1, ray_actor_options={"num_cpus": 0}, **_lifecycle(config))
+    # Nobody calls the root, so it has no process.
+    root = serve.deployment(autoscaling_config={"initial_replicas": 0, "min_replicas": 0, "max_replicas": 1})
     return root(WorkersRoot).bind(
         worker(Worker).bind(config.engine, token, ray.util.get_node_ip_address, config.log_level)
     )

@@ -21,7 +21,7 @@ from pagoda.worker.build import plan_engine
 from pagoda.worker.config import EngineLimits, require_in_range
 from pagoda.worker.errors import ConfigError
 
-_CHECK_PERIOD_S = 5.0
+_CHECK_PERIOD_S = 15.0
 _START_CHECK_PERIOD_S = 0.1
 
 

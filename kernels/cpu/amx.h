@@ -53,6 +53,7 @@ inline void configure(int num_rows) {
 template <bool HAS_SECOND>
 inline void multiply_tiles(const bf16* x, int64_t x_bytes, const bf16* panel) {
     constexpr int PANEL_BYTES = PANEL * 4;
+    asm volatile("" ::: "memory");  // GCC does not know that a tile is loaded from memory, and would leave out the writing
     _tile_loadd(4, x, x_bytes);
     _tile_loadd(6, panel, PANEL_BYTES);
     _tile_loadd(7, panel + 32, PANEL_BYTES);

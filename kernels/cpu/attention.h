@@ -56,12 +56,12 @@ public:
         Walk<T> walk(a, rows_);
         Softmax done(rows_, a.padded_size());
         if (!parts_.empty())
-            team.take(parts_.size(), [&](int64_t index) {
+            team.share(parts_.size(), [&](int64_t index) {
                 walk.begin(tasks_[parts_[index].task]);
                 walk.walk(parts_[index].chunk);
                 softmaxes_[index] = walk.softmax;
             });
-        team.take(tasks_.size(), [&](int64_t index) {
+        team.share(tasks_.size(), [&](int64_t index) {
             walk.begin(tasks_[index]);
             const int64_t rows = walk.num_rows(), size = a.padded_size();
             done.clear(rows, size);

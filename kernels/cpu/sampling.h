@@ -42,8 +42,8 @@ public:
 
     // Called by every thread of a team; all have finished when it returns.
     void run(Team& team) {
-        team.take(a.rows * parts_, [&](int64_t index) { find_most(index / parts_, index % parts_); });
-        team.take(a.rows * parts_, [&](int64_t index) {
+        team.share(a.rows * parts_, [&](int64_t index) { find_most(index / parts_, index % parts_); });
+        team.share(a.rows * parts_, [&](int64_t index) {
             const int64_t row = index / parts_, part = index % parts_;
             if (a.temperature[row] > 0) race(row, part);
         });

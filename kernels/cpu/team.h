@@ -1,7 +1,15 @@
-// The threads that compute, and how they wait for each other.
+// The threads that compute, and how they share work and wait for each other.
 //
 // A decode step has hundreds of points where threads meet, some microseconds apart. There they spin, since to sleep and
 // be woken takes longer than the work. What takes longer than SPIN, as the pause between two requests, is slept through.
+//
+// Other processes want the cores too: those that bring the requests and take the tokens. A thread that is put off for
+// one of them must not hold up the rest, so what counts is that the work is done, not that everybody has come:
+//
+//     thread 0   | norm | product, and the rest of thread 1's share | ... thread 1 finds that this phase is over |
+//     thread 1   | norm | product | (another process)               | and goes on with the present one           |
+//
+// It would hold them up in the midst of an item, so before each job, where it has none, it lets others run.
 //
 // Linux readily wakes a thread on the core of the one that wakes it, and then sees two busy threads there that it has no
 // reason to part, while another core is idle: each waits for the other, and a step takes ten times as long. So whoever
@@ -14,6 +22,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -39,71 +48,107 @@ inline void pause() {
 
 class Team {
 public:
-    explicit Team(int size) : size_(size), cpu_of_(size) {
+    explicit Team(int size) : size_(size), cpu_of_(size), shares_(size) {
         sched_getaffinity(0, sizeof allowed_, &allowed_);
         for (int index = 1; index < size; ++index) threads_.emplace_back([this, index] { serve(index); });
     }
 
     ~Team() {
         is_ending_ = true;
-        announce();
+        advance(announced_, 1);
         for (std::thread& thread : threads_) thread.join();
     }
 
-    // Calls body(*this) on every thread of the team, this one included; returns when all have returned.
+    // Calls body(*this) on every thread of the team that is free, this one included; returns when all have returned.
     template <class Body>
     void run(Body& body) {
         context_ = &body;
         cpu_of_[0] = sched_getcpu();
         job_ = [](void* context, Team& team) { (*static_cast<Body*>(context))(team); };
-        announce();
+        own() = at_start_;
+        door_.store(OPEN, std::memory_order_release);
+        advance(announced_, 1);
+        let_others_run();
         job_(context_, *this);
-        barrier();
+        door_.fetch_sub(OPEN, std::memory_order_acq_rel);
+        wait(door_, [](uint32_t door) { return door == 0; });
+        at_start_ = own();
     }
 
-    // The functions below are called by all threads of the team, in the same order.
-
-    // All threads have come here before any goes on.
-    void barrier() {
-        const uint32_t phase = phase_.load(std::memory_order_acquire);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < size_) {
-            wait(phase_, phase);
-            return;
-        }
-        arrived_.store(0, std::memory_order_relaxed);
-        next_.store(0, std::memory_order_relaxed);
-        advance(phase_);
-    }
-
-    // body(0), body(1), ... body(count - 1), each thread a contiguous share; all done at the end.
+    // body(0), body(1), ... body(count - 1), each on one thread; all done at the end. Each thread begins with a contiguous
+    // share, and then takes from the end of others'. To be called by all threads of the team in the same order, with
+    // nothing between two calls but what each does for itself.
     template <class Body>
     void share(int64_t count, Body body) {
-        const int64_t end = count * (index() + 1) / size_;
-        for (int64_t i = count * index() / size_; i < end; ++i) body(i);
-        barrier();
-    }
-
-    // The same, each thread taking the next one when it is done with one: for things of unequal size.
-    template <class Body>
-    void take(int64_t count, Body body) {
-        for (int64_t i = next_.fetch_add(1); i < count; i = next_.fetch_add(1)) body(i);
-        barrier();
+        Place& place = own();
+        ++place.phase;
+        const int64_t size = (count >> (Share::BITS - 1)) + 1, items = (count + size - 1) / size;
+        uint32_t num_done = 0;
+        for (int offset = 0; offset < size_; ++offset) {
+            const int owner = (place.index + offset) % size_;
+            for (int64_t item; (item = take(owner, place.phase, items, offset == 0)) >= 0; ++num_done) {
+                const int64_t end = std::min((item + 1) * size, count);
+                for (int64_t i = item * size; i < end; ++i) body(i);
+            }
+        }
+        place.target += uint32_t(items);
+        if (num_done) advance(done_, num_done);
+        wait(done_, [target = place.target](uint32_t done) { return int32_t(done - target) >= 0; });
     }
 
 private:
-    static int& index() {
-        thread_local int index = 0;
-        return index;
+    static constexpr uint32_t OPEN = 1u << 31;
+
+    // Where a thread is in the sequence of phases.
+    struct Place {
+        int index = 0;
+        uint32_t phase = 0;
+        uint32_t target = 0;  // items of all phases before
+    };
+
+    // What is left of a thread's share in a phase.
+    struct Share {
+        static constexpr int BITS = 20;
+        uint64_t phase : 64 - 2 * BITS, begin : BITS, end : BITS;
+    };
+    struct alignas(64) SharedShare {
+        std::atomic<Share> left{Share{0, 0, 0}};
+    };
+
+    static Place& own() {
+        thread_local Place place;
+        return place;
     }
 
-    void serve(int own_index) {
-        index() = own_index;
-        for (uint32_t seen = 0;; ++seen) {
-            wait(announced_, seen);
+    void serve(int index) {
+        for (uint32_t seen = 0;;) {
+            wait(announced_, [seen](uint32_t announced) { return announced != seen; });
+            seen = announced_.load();
             if (is_ending_) return;
-            keep_apart(own_index);
+            let_others_run();
+            uint32_t door = door_.load();
+            while (door & OPEN && !door_.compare_exchange_weak(door, door + 1, std::memory_order_acq_rel)) {}
+            if (!(door & OPEN)) continue;  // done without this one
+            keep_apart(index);
+            own() = at_start_;
+            own().index = index;
             job_(context_, *this);
-            barrier();
+            advance(door_, -1);
+        }
+    }
+
+    // The next item of `owner`'s share, from its end unless `is_own`; -1 if none is left, or the phase is over.
+    int64_t take(int owner, uint32_t phase, int64_t items, bool is_own) {
+        std::atomic<Share>& left = shares_[owner].left;
+        Share whole{phase, uint64_t(items * owner / size_), uint64_t(items * (owner + 1) / size_)};
+        Share seen = left.load(std::memory_order_acquire);
+        while (true) {
+            const int32_t ahead = int32_t(uint32_t(seen.phase - whole.phase) << (2 * Share::BITS - 32));
+            if (ahead > 0) return -1;
+            Share now = ahead == 0 ? seen : whole;
+            if (now.begin == now.end) return -1;
+            const int64_t taken = is_own ? now.begin++ : --now.end;
+            if (left.compare_exchange_weak(seen, now, std::memory_order_acq_rel, std::memory_order_acquire)) return taken;
         }
     }
 
@@ -122,19 +167,22 @@ private:
         }
     }
 
-    void announce() { advance(announced_); }
+    void let_others_run() const {
+        if (size_ > 1) sched_yield();
+    }
 
-    void advance(std::atomic<uint32_t>& value) {
-        value.fetch_add(1);
+    void advance(std::atomic<uint32_t>& value, uint32_t by) {
+        value.fetch_add(by);
         if (num_asleep_.load()) value.notify_all();
     }
 
-    // Returns when `value` is no longer `old`.
-    void wait(const std::atomic<uint32_t>& value, uint32_t old) {
+    // Returns when is_reached(value).
+    template <class IsReached>
+    void wait(const std::atomic<uint32_t>& value, IsReached is_reached) {
         const auto begin = std::chrono::steady_clock::now();
         for (auto now = begin, yielded = begin; now < begin + SPIN; now = std::chrono::steady_clock::now()) {
             for (int i = 0; i < 64; ++i) {
-                if (value.load(std::memory_order_acquire) != old) return;
+                if (is_reached(value.load(std::memory_order_acquire))) return;
                 pause();
             }
             if (now > yielded + YIELD) {
@@ -143,21 +191,22 @@ private:
             }
         }
         num_asleep_.fetch_add(1);
-        value.wait(old);
+        for (uint32_t seen; !is_reached(seen = value.load());) value.wait(seen);
         num_asleep_.fetch_sub(1);
     }
 
     const int size_;
     void (*job_)(void*, Team&) = nullptr;
     void* context_ = nullptr;
+    Place at_start_;  // of the job
     bool is_ending_ = false;
     cpu_set_t allowed_;
     std::vector<std::atomic<int>> cpu_of_;  // of each member, when it last began a job
     alignas(64) std::atomic<uint32_t> announced_{0};  // jobs so far
     std::atomic<int> num_asleep_{0};
-    alignas(64) std::atomic<uint32_t> phase_{0};  // barriers so far
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<uint32_t> door_{0};  // threads in the job beside the one that runs it, and whether more may come
+    alignas(64) std::atomic<uint32_t> done_{0};  // items so far
+    std::vector<SharedShare> shares_;
     std::vector<std::thread> threads_;
 };
 

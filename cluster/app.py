@@ -71,7 +71,7 @@ def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
         # Ray would run its processes, the model among them, behind everybody else's.
         "RAY_worker_niceness": "0",
         # An idle Serve at its defaults takes an eighth of a core, which a CPU machine's model needs.
-        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
         # The same of an idle Ray: nobody looks at its states, and memory and resources do not change that fast.
         "RAY_enable_metrics_collection": "0",
@@ -150,7 +150,7 @@ def start_ray(config: ClusterConfig, *, address: str | None, scratch: Path) -> N
 
 def _end_helpers(shows_logs: bool) -> None:
     """End those of Ray's processes that do nothing here: dashboard, scaling of the cluster, forwarding of logs."""
-    node = ray._private.worker._global_node  # noqa: SLF001  (`ray.init` always starts them)
+    node = ray._private.worker._global_node
     node.kill_dashboard(check_alive=False)
     node.kill_monitor(check_alive=False)
     if not shows_logs:

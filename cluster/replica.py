@@ -58,8 +58,8 @@ class Worker:
         else:
             yield None
 
-    def check_health(self) -> None:
-        """Serve restarts the replica when this raises."""
+    async def check_health(self) -> None:
+        """Serve restarts the replica when this raises. Asynchronous, or Serve would start a thread for each call."""
         if self._engine.failure is not None:
             raise RuntimeError("the engine died") from self._engine.failure
 

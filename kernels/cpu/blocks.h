@@ -1,4 +1,4 @@
-// The two halves of a decoder layer, each in one parallel region: between its parts threads only meet at a barrier.
+// The two halves of a decoder layer, each in one parallel region: between its parts threads only wait until all is done.
 #pragma once
 
 #include "attention.h"

@@ -77,16 +77,43 @@ class Service:
         body = json.dumps(
             {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
         ).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**20)
         head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"
-        stream = Stream(time.perf_counter())
-        writer.write(head.encode() + body)
-        while b"data: [DONE]" not in (event := await reader.readuntil(b"\n\n")):
-            if b'data: {"error"' in event:
-                raise SystemExit(f"the service answers {event!r}")
-            stream.piece_s.append(time.perf_counter())
-        writer.close()
-        return stream
+        loop = asyncio.get_running_loop()
+        events = _Events(loop.create_future())
+        transport, _ = await loop.create_connection(lambda: events, "127.0.0.1", self.port)
+        events.stream.sent_s = time.perf_counter()
+        transport.write(head.encode() + body)
+        return await events.ended
+
+
+class _Events(asyncio.Protocol):
+    """Notes when each event of a stream comes. Here nothing may take long: it takes it from the service."""
+
+    def __init__(self, ended: "asyncio.Future[Stream]") -> None:
+        self.stream = Stream(0.0)
+        self.ended = ended
+        self._rest = b""
+        self._transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        now = time.perf_counter()
+        for event in events:
+            if event.endswith(b"data: [DONE]"):
+                assert self._transport is not None
+                self._transport.close()
+                self.ended.set_result(self.stream)
+            elif b'data: {"error"' in event:
+                self.ended.set_exception(SystemExit(f"the service answers {event!r}"))
+            else:
+                self.stream.piece_s.append(now)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(ConnectionError(f"the service hung up after {self._rest!r}"))
 
 
 @contextmanager

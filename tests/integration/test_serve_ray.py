@@ -201,9 +201,15 @@ def test_cluster_of_the_environment_is_not_joined(service: Service) -> None:
 
 def test_threads_of_workers_give_way(service: Service) -> None:
     """Threads that spin while they wait for each other would take the cores that the ingress needs."""
-    workers = set(service.processes("ServeReplica:workers:Worker")) - set(service.processes("WorkersRoot"))
+    workers = set(service.processes("ServeReplica:workers:Worker"))
     assert len(workers) == 2
     assert [environment_of(worker)["OMP_WAIT_POLICY"] for worker in workers] == ["passive"] * 2
+
+
+def test_nothing_runs_that_serves_nobody(service: Service) -> None:
+    """Ray's dashboard, its scaling of clusters and Serve's root of the workers cost a model on the CPU its cores."""
+    for unwanted in ("dashboard/dashboard.py", "monitor.py", "WorkersRoot"):
+        assert not service.processes(unwanted), unwanted
 
 
 # -- answers -------------------------------------------------------------------------------------
@@ -345,7 +351,7 @@ def test_clients_that_go_leave_room(service: Service, http: httpx.Client) -> Non
 
 
 def workers_of(service: Service) -> set[int]:
-    workers = set(service.processes("ServeReplica:workers:Worker")) - set(service.processes("WorkersRoot"))
+    workers = set(service.processes("ServeReplica:workers:Worker"))
     assert len(workers) == 2
     return workers
 

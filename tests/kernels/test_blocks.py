@@ -1,11 +1,15 @@
 """The two halves of a layer, fused or not, against the single operators of the reference."""
 
+import os
 from typing import Any
 
 import pytest
 import torch
 from paged import DTYPES, HEADS, LAYER, MIXES, REFERENCE, P, lay_out, random_contexts
 
+from pagoda.kernels.cpu.build import library, supported_instruction_sets
+from pagoda.kernels.cpu.library import load
+from pagoda.kernels.cpu.operators import CpuOperators
 from pagoda.kernels.interface import AttentionKind, AttentionWeights, FeedForwardWeights, Operators
 
 HIDDEN = 40
@@ -57,19 +61,36 @@ def test_attention_block_equals_reference(
         torch.testing.assert_close(actual, expected, **TOLERANCE[dtype], equal_nan=True)
 
 
+def feed_forward_weights(backend: Operators[Any, Any], dtype: torch.dtype, size: int) -> FeedForwardWeights[Any]:
+    return FeedForwardWeights(
+        norm_E=numbers(HIDDEN, dtype=dtype, seed=1),
+        gate_up=backend.pack_gated(numbers(2 * size, HIDDEN, dtype=dtype, seed=2, scale=0.2), None, "silu"),
+        down=backend.pack(numbers(HIDDEN, size, dtype=dtype, seed=3, scale=0.1), numbers(HIDDEN, dtype=dtype, seed=4)),
+        eps=1e-5,
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_feed_forward_block_equals_reference(ops: Operators[Any, Any], dtype: torch.dtype) -> None:
     def run(backend: Operators[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = FeedForwardWeights(
-            norm_E=numbers(HIDDEN, dtype=dtype, seed=1),
-            gate_up=backend.pack_gated(numbers(2 * 72, HIDDEN, dtype=dtype, seed=2, scale=0.2), None, "silu"),
-            down=backend.pack(
-                numbers(HIDDEN, 72, dtype=dtype, seed=3, scale=0.1), numbers(HIDDEN, dtype=dtype, seed=4)
-            ),
-            eps=1e-5,
-        )
+        weights = feed_forward_weights(backend, dtype, 72)
         x_TE, residual_TE = numbers(21, HIDDEN, dtype=dtype, seed=5), torch.ones(21, HIDDEN)
         return backend.feed_forward_block(x_TE, residual_TE, weights), residual_TE
 
     for actual, expected in zip(run(ops), run(REFERENCE), strict=True):
         torch.testing.assert_close(actual, expected, **TOLERANCE[dtype])
+
+
+def test_threads_that_lose_their_cores_lose_no_work() -> None:
+    """Scenario: more threads than cores, so that most are put off in the midst of a block or come when it is over.
+
+    Whoever computes, every number is computed once, in the same way, before the next part begins: the same bits.
+    """
+    functions = load(library(supported_instruction_sets()[0]))
+    num_threads = 4 * len(os.sched_getaffinity(0)) + 1
+    one, many = (CpuOperators(functions, instruction_set="best", num_threads=n) for n in (1, num_threads))
+    alone, crowded = (feed_forward_weights(ops, torch.bfloat16, 1000) for ops in (one, many))
+    for num_rows in [1, 2, 33, 150] * 50:
+        x_TE = numbers(num_rows, HIDDEN, dtype=torch.bfloat16, seed=num_rows)
+        expected_TE = one.feed_forward_block(x_TE.clone(), torch.ones(num_rows, HIDDEN), alone)
+        assert torch.equal(many.feed_forward_block(x_TE, torch.ones(num_rows, HIDDEN), crowded), expected_TE)

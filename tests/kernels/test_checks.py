@@ -39,6 +39,15 @@ def attend(q_THD: torch.Tensor, *, block_size: int = P, **changes: Callable[[tor
     return OPS.attend(q_THD, cache_N2PKD, OPS.plan(paged.batch, block_size, torch.float32), plain_kind(16))
 
 
+def sample(**changes: torch.Tensor) -> torch.Tensor:
+    tensors = {
+        "logits_BV": ones(2, 9),
+        "temperature_B": ones(2),
+        "streams_B": ones(2, dtype=torch.int64),
+    } | changes
+    return OPS.sample(*tensors.values())
+
+
 WEIGHT = OPS.pack(ones(40, 9), None)
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype of a weight": (lambda: OPS.pack(ones(40, 9, dtype=torch.float16), None), "weight: dtype"),
@@ -67,6 +76,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: attend(ones(3, 4, 16), cache=lambda cache: cache.transpose(2, 3).contiguous().transpose(2, 3)),
         "cache_N2PKD: must be contiguous",
     ),
+    "dtype of logits": (lambda: sample(logits_BV=ones(2, 9, dtype=torch.float16)), "logits_BV: dtype"),
+    "layout of logits": (lambda: sample(logits_BV=ones(9, 2).T), "logits_BV: must be contiguous"),
+    "number of temperatures": (lambda: sample(temperature_B=ones(3)), "temperature_B: must be of shape"),
+    "dtype of streams": (lambda: sample(streams_B=ones(2)), "streams_B: must be torch.int64"),
     "no thread": (lambda: CpuOperators({}, instruction_set="none", num_threads=0), "num_threads: must be at least 1"),
 }
 
@@ -82,6 +95,7 @@ def test_the_same_calls_with_tensors_that_fit() -> None:
     assert OPS.linear(ones(2, 9), WEIGHT).tolist() == [[9.0] * 40] * 2
     assert rope_kv_write().shape == (3, 4, 16)
     assert attend(ones(3, 4, 16)).shape == (3, 4, 16)
+    assert sample().shape == (2,)
 
 
 @pytest.mark.parametrize("field", ["window", "num_sinks", "soft_cap"])

@@ -52,7 +52,6 @@ def test_exponentials_are_split_mix() -> None:
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=0)  # float32 logarithms
 
 
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab_size", [1, 2, 15, 16, 17, 1000, PART - 1, PART, PART + 1, 49_152, 128_257])
 def test_draws_what_the_reference_draws(ops: Operators[Any, Any], vocab_size: int, dtype: torch.dtype) -> None:
@@ -97,7 +96,7 @@ def test_a_banned_token_is_never_drawn(ops: Operators[Any, Any], temperature: fl
 @pytest.mark.parametrize("backend", CPU_BACKENDS, ids=lambda ops: ops.name)
 def test_alone_and_in_any_batch_and_on_any_threads(backend: CpuOperators, num_threads: int) -> None:
     """A row draws the same whoever is beside it and however many compute."""
-    functions = backend._functions  # noqa: SLF001
+    functions = backend._functions
     ops = CpuOperators(functions, instruction_set="same", num_threads=num_threads)
     logits_BV, temperature_B, streams_B = random_logits(9, 40_000), torch.full((9,), 1.3), streams(9)
     together = ops.sample(logits_BV, temperature_B, streams_B).tolist()

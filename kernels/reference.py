@@ -129,9 +129,8 @@ class ReferenceOperators:
         tokens = []
         clocks_BV = exponentials(streams_B, logits_BV.shape[1])
         for logits_V, temperature, clocks_V in zip(logits_BV.float(), temperature_B.tolist(), clocks_BV, strict=True):
-            if temperature > 0:
-                logits_V = (logits_V / max(temperature, MIN_TEMPERATURE)).softmax(-1) / clocks_V
-            tokens.append(int(logits_V.argmax()))
+            probs_V = (logits_V / max(temperature, MIN_TEMPERATURE)).softmax(-1)
+            tokens.append(int((probs_V / clocks_V if temperature > 0 else logits_V).argmax()))
         return torch.tensor(tokens)
 
     def copy_blocks(self, cache_NL2PKD: torch.Tensor, pairs: list[tuple[int, int]]) -> None:

@@ -150,7 +150,7 @@ def start_ray(config: ClusterConfig, *, address: str | None, scratch: Path) -> N
 
 def _end_helpers(shows_logs: bool) -> None:
     """End those of Ray's processes that do nothing here: dashboard, scaling of the cluster, forwarding of logs."""
-    node = ray._private.worker._global_node
+    node: Any = ray._private.worker._global_node  # there is no option: `ray.init` always starts them
     node.kill_dashboard(check_alive=False)
     node.kill_monitor(check_alive=False)
     if not shows_logs:

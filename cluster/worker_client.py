@@ -17,7 +17,11 @@ from pagoda.worker.types import Request, RequestId, SequenceOutput
 
 PING_DEADLINE_S = 10.0
 MAX_TRIES = 3
-"""Workers that a request is tried on if one dies before its first token."""
+"""Workers that a request is tried on if one dies before its first token, or is full: others may have room."""
+
+
+class WorkerFullError(OverloadedError):
+    """The worker that the router chose takes no more; what the router knew of it was old."""
 
 
 class ServeWorkerClient:
@@ -47,7 +51,7 @@ class ServeWorkerClient:
                         is_begun = True
                         yield batch
                 return
-            except WorkerLostError:
+            except (WorkerLostError, WorkerFullError):
                 if is_begun or not tries_left:
                     raise
 
@@ -92,5 +96,7 @@ class ServeWorkerClient:
             response.cancel()  # type: ignore[no-untyped-call]
         if isinstance(refusal, EngineStoppedError):
             raise WorkerLostError(str(refusal))
+        if isinstance(refusal, OverloadedError):
+            raise WorkerFullError(str(refusal))
         if refusal is not None:
             raise refusal

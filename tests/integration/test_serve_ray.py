@@ -350,6 +350,25 @@ def test_clients_that_go_leave_room(service: Service, http: httpx.Client) -> Non
     assert http.post(COMPLETIONS, json=short()).status_code == 200
 
 
+def test_clients_that_go_while_they_wait(service: Service, http: httpx.Client) -> None:
+    """Scenario: clients time out that sent head and body apart, as HTTP libraries do, and are owed a whole answer.
+
+    HAProxy would not see them go if it spliced bodies. The engines hold two such answers and 16 wait, for ever.
+    """
+
+    def give_up(number: int) -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"http://127.0.0.1:{service.port}{COMPLETIONS}",
+                json=endless_stream(f"given up {number}") | {"stream": False},
+                timeout=httpx.Timeout(DEADLINE_S, read=1.0),
+            )
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(give_up, range(16)))
+    assert http.post(COMPLETIONS, json=short()).status_code == 200
+
+
 def workers_of(service: Service) -> set[int]:
     workers = set(service.processes("ServeReplica:workers:Worker"))
     assert len(workers) == 2

@@ -74,6 +74,9 @@ class ServeWorkerClient:
         try:
             async for batch in outputs.until_ended(request.sampling.n):
                 yield batch
+        except (GeneratorExit, asyncio.CancelledError):
+            self._sessions.abort_everywhere(request.request_id)  # the cancelled call may not reach the worker
+            raise
         finally:
             call.cancel()
             self._sessions.close(request.request_id)

@@ -70,9 +70,11 @@ def _least_of_top_p(probs_BV: torch.Tensor, top_p_B1: torch.Tensor) -> torch.Ten
     if not bool(is_on_B1.any()):
         return torch.zeros_like(top_p_B1)
     sorted_BK = probs_BV.topk(min(_FIRST_LOOK, probs_BV.shape[-1]), dim=-1).values
-    if bool(((sorted_BK.sum(-1, keepdim=True) < top_p_B1) & is_on_B1).any()):
+    total_BK = sorted_BK.cumsum(-1)
+    if bool(((total_BK[:, -1:] < top_p_B1) & is_on_B1).any()):
         sorted_BK = probs_BV.sort(-1, descending=True).values
-    before_BK = sorted_BK.cumsum(-1) - sorted_BK
+        total_BK = sorted_BK.cumsum(-1)
+    before_BK = total_BK - sorted_BK
     # A token is kept if those before it have not reached top-p yet; the first always is.
     num_kept_B1 = (before_BK < top_p_B1).sum(-1, keepdim=True).clamp(min=1)
     # Summed in float32, the first tokens may reach 1 before the last: without top-p those would be lost.

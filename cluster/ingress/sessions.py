@@ -63,6 +63,10 @@ class _Session:
         if not self.commands.full():
             self.commands.put_nowait(command)
 
+    def abort(self, request_id: RequestId) -> None:
+        """Tell the worker to end a request, if it has it."""
+        self.send(tokens_pb2.SessionCommand(abort=tokens_pb2.Abort(request_id=request_id)))
+
     async def write_commands(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:
         """Write what is queued, until cancelled or the session ends."""
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # whoever reads the session hears of its end
@@ -96,7 +100,7 @@ class WorkerSessions:
         return outputs
 
     def close(self, request_id: RequestId) -> None:
-        """Forget a request; what still comes for it is dropped."""
+        """Forget a request; if a token still comes for it, its worker is told to end it."""
         self._outputs.pop(request_id, None)
         if (session := self._session_of.pop(request_id, None)) is not None:
             session.requests.discard(request_id)
@@ -110,7 +114,7 @@ class WorkerSessions:
     def abort_everywhere(self, request_id: RequestId) -> None:
         """Tell every worker to end a request, whichever ingress it came through."""
         for session in self._live_sessions:
-            session.send(tokens_pb2.SessionCommand(abort=tokens_pb2.Abort(request_id=request_id)))
+            session.abort(request_id)
 
     async def scrape(self) -> list[str | None]:
         """What each worker has measured; None of those that do not answer in time."""
@@ -179,3 +183,7 @@ class WorkerSessions:
                     self._session_of[output.request_id] = session
                     session.requests.add(output.request_id)
                 outputs.put(output)
+            elif output.finish_reason is None:
+                # Nobody is there for it any more, but the call that runs it was not cancelled, or not yet: what Serve
+                # is just handing to a worker it sometimes forgets to cancel.
+                session.abort(output.request_id)

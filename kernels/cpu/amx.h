@@ -47,6 +47,7 @@ inline void configure(int num_rows) {
         config.rows[tile] = uint8_t(height);
         config.bytes_per_row[tile] = height ? 64 : 0;
     }
+    asm volatile("" ::"m"(config));  // for GCC it reads no more than the first bytes
     _tile_loadconfig(&config);
 }
 

@@ -66,6 +66,8 @@ public:
         cpu_of_[0] = sched_getcpu();
         job_ = [](void* context, Team& team) { (*static_cast<Body*>(context))(team); };
         own() = at_start_;
+        // Nobody else is here now. A share that is empty in every phase would keep a number so old that it seems new.
+        for (SharedShare& share : shares_) share.left.store(Share{at_start_.phase, 0, 0}, std::memory_order_relaxed);
         door_.store(OPEN, std::memory_order_release);
         advance(announced_, 1);
         let_others_run();
@@ -199,7 +201,7 @@ private:
     void (*job_)(void*, Team&) = nullptr;
     void* context_ = nullptr;
     Place at_start_;  // of the job
-    bool is_ending_ = false;
+    std::atomic<bool> is_ending_{false};
     cpu_set_t allowed_;
     std::vector<std::atomic<int>> cpu_of_;  // of each member, when it last began a job
     alignas(64) std::atomic<uint32_t> announced_{0};  // jobs so far
@@ -217,7 +219,7 @@ struct Turn {
     int size = 0;
 
     static Turn& the_one() {
-        static Turn turn;
+        static Turn& turn = *new Turn;  // never destroyed: when the process exits, a thread may be computing
         static const int registered = pthread_atfork(
             [] { the_one().mutex.lock(); }, [] { the_one().mutex.unlock(); },
             [] {

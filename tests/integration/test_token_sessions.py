@@ -182,6 +182,14 @@ async def test_closed_stream_aborts_its_request(engine: AsyncEngine) -> None:
         await until_idle(engine)
 
 
+async def test_request_that_nobody_waits_for_is_ended(engine: AsyncEngine) -> None:
+    """Scenario: a client goes while its call is on the way, and the worker never hears that the call was cancelled."""
+    async with started(engine) as (server, endpoint), ingress(endpoint):
+        async with asyncio.timeout(DEADLINE_S):
+            await server.run_request(request("left behind"), "front")
+        assert 'pagoda_request_success_total{finished_reason="abort",worker="local"} 1.0' in engine.metrics_exposition()
+
+
 async def test_one_sample_is_whole(engine: AsyncEngine) -> None:
     """It ends as stopped; the other sample runs on to its end."""
     async with started(engine) as (server, endpoint), ingress(endpoint) as sessions:

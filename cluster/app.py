@@ -91,7 +91,7 @@ def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
         # Whoever sends half a request, or does not read, is let go.
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(_CLIENT_TIMEOUT_S),
         "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections(config)),
-        # It does not see a client hang up whose body it splices, and has no setting of Serve's: the lines follow this one.
+        # It does not see a client hang up whose body it splices. Serve cannot turn that off: the lines follow this one.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure\n    no option splice-request\n    no option splice-response",
         # Its own pages listen on all interfaces; on fixed ports two services on one machine would collide.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",

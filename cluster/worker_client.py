@@ -75,7 +75,8 @@ class ServeWorkerClient:
             async for batch in outputs.until_ended(request.sampling.n):
                 yield batch
         except (GeneratorExit, asyncio.CancelledError):
-            self._sessions.abort_everywhere(request.request_id)  # the cancelled call may not reach the worker
+            if not outputs.is_ended:  # the cancellation of the call may not reach the worker
+                self._sessions.abort_everywhere(request.request_id)
             raise
         finally:
             call.cancel()

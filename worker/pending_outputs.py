@@ -19,6 +19,8 @@ class PendingOutputs:
         """Of the reader, while it waits."""
         self._error: BaseException | None = None
         self._loop = asyncio.get_running_loop()
+        self.is_ended = False
+        """Whether `until_ended` has come to the end."""
 
     def put(self, output: SequenceOutput) -> None:
         """Add to what is pending for the output's sample."""
@@ -46,6 +48,7 @@ class PendingOutputs:
         while num_samples:
             outputs = await self.take()
             num_samples -= sum(output.finish_reason is not None for output in outputs)
+            self.is_ended = not num_samples
             yield outputs
 
     async def take(self) -> list[SequenceOutput]:

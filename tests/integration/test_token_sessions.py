@@ -182,6 +182,22 @@ async def test_closed_stream_aborts_its_request(engine: AsyncEngine) -> None:
         await until_idle(engine)
 
 
+@pytest.mark.parametrize(("max_tokens", "num_aborts"), [(1, 0), (400, 1)], ids=["ended", "unended"])
+async def test_workers_are_told_of_unended_requests_only(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, max_tokens: int, num_aborts: int
+) -> None:
+    """A reader closes the stream at its last batch too; a message to every worker for each answer would be waste."""
+    async with started(engine) as (server, endpoint), ingress(endpoint) as sessions:
+        told: list[RequestId] = []
+        monkeypatch.setattr(sessions, "abort_everywhere", told.append)
+        client = ServeWorkerClient(Handle(server), sessions, "front")  # type: ignore[arg-type]
+        stream = client.stream(request("a", replace(ENDLESS, max_tokens=max_tokens)))
+        await anext(stream)
+        await stream.aclose()
+        assert len(told) == num_aborts
+        await until_idle(engine)
+
+
 async def test_request_that_nobody_waits_for_is_ended(engine: AsyncEngine) -> None:
     """Scenario: a client goes while its call is on the way, and the worker never hears that the call was cancelled."""
     async with started(engine) as (server, endpoint), ingress(endpoint):

@@ -353,7 +353,7 @@ def test_clients_that_go_leave_room(service: Service, http: httpx.Client) -> Non
 def test_clients_that_go_while_they_wait(service: Service, http: httpx.Client) -> None:
     """Scenario: clients time out that sent head and body apart, as HTTP libraries do, and are owed a whole answer.
 
-    HAProxy would not see them go if it spliced bodies. The engines hold two of the answers and the others wait, for ever.
+    HAProxy would not see them go if it spliced bodies. Engines hold two of the answers and the others wait, for ever.
     """
 
     def give_up(number: int) -> None:

@@ -39,7 +39,7 @@ class AttentionKind:
     """What a layer's queries see, and how scores come about."""
 
     scale: float
-    """Scores are q . k * scale."""
+    """Scores are q . k * scale; above 0."""
     window: int = 0
     """Positions a query sees, the last of which is its own; 0 for all before it."""
     num_sinks: int = 0
@@ -48,6 +48,8 @@ class AttentionKind:
     """Scores become soft_cap * tanh(score / soft_cap); 0 leaves them. Source: Gemma 2, arXiv:2408.00118, sec. 2."""
 
     def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ValueError(f"scale: must be above 0, got {self.scale}")
         for name in ("window", "num_sinks", "soft_cap"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: must not be negative, got {getattr(self, name)}")

@@ -1,12 +1,15 @@
 // The product of panel.h by AMX tiles, for bfloat16: 32 rows at a time against a whole panel.
 //
 // One tile holds 16 rows of 32 numbers of x, another 16 pairs along the depth of 16 columns of a panel, just as they lie.
-// All row counts go this way, so that a row's sums do not depend on how many others there are.
-//
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, vol. 1, ch. 18.
 #pragma once
 
 #include "panel.h"
+
+namespace pagoda {
+constexpr int AMX_ROWS = 32;  // two tiles
+constexpr int AMX_DEPTH = 32;
+}  // namespace pagoda
 
 #if defined(PAGODA_AMX)
 
@@ -18,9 +21,6 @@
 #endif
 
 namespace pagoda {
-
-constexpr int AMX_ROWS = 32;  // two tiles
-constexpr int AMX_DEPTH = 32;
 
 // Linux wants to be asked before a process uses tiles; threads started later may too. Whether they can be used.
 inline bool enable_amx() {
@@ -38,18 +38,34 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {};
 };
 
-// Tiles 0 to 3 are sums (row half, column half), 4 and 5 rows of x, 6 and 7 columns of the panel.
-inline void configure(int num_rows) {
-    TileConfig config;
-    const int rows[2] = {std::min(num_rows, 16), std::max(num_rows - 16, 0)};
-    for (int tile = 0; tile < 8; ++tile) {
-        const int height = tile < 4 ? rows[tile / 2] : tile < 6 ? rows[tile - 4] : 16;
-        config.rows[tile] = uint8_t(height);
-        config.bytes_per_row[tile] = height ? 64 : 0;
+// The tiles of the thread that makes and destroys it. Shaping them costs as much as a dozen products: to be kept.
+class Tiles {
+public:
+    Tiles() = default;
+    Tiles(const Tiles&) = delete;
+    ~Tiles() {
+        if (num_rows_) _tile_release();
     }
-    asm volatile("" ::"m"(config));  // for GCC it reads no more than the first bytes
-    _tile_loadconfig(&config);
-}
+
+    // For products of so many rows, at most AMX_ROWS. What the tiles held is lost if there were others before.
+    // Tiles 0 to 3 are sums (row half, column half), 4 and 5 rows of x, 6 and 7 columns of the panel.
+    void shape(int num_rows) {
+        if (num_rows == num_rows_) return;
+        num_rows_ = num_rows;
+        TileConfig config;
+        const int rows[2] = {std::min(num_rows, 16), std::max(num_rows - 16, 0)};
+        for (int tile = 0; tile < 8; ++tile) {
+            const int height = tile < 4 ? rows[tile / 2] : tile < 6 ? rows[tile - 4] : 16;
+            config.rows[tile] = uint8_t(height);
+            config.bytes_per_row[tile] = height ? 64 : 0;
+        }
+        asm volatile("" ::"m"(config));  // for GCC it reads no more than the first bytes
+        _tile_loadconfig(&config);
+    }
+
+private:
+    int num_rows_ = 0;
+};
 
 template <bool HAS_SECOND>
 inline void multiply_tiles(const bf16* x, int64_t x_bytes, const bf16* panel) {
@@ -68,8 +84,8 @@ inline void multiply_tiles(const bf16* x, int64_t x_bytes, const bf16* panel) {
 }
 
 template <bool HAS_SECOND>
-inline void multiply_amx(int num_rows, const bf16* x, int64_t x_stride, const bf16* panel, int64_t depth, float* out) {
-    configure(num_rows);
+inline void multiply_amx(
+    int num_rows, const bf16* x, int64_t x_stride, const bf16* panel, int64_t depth, float* out, int64_t out_stride) {
     _tile_zero(0);
     _tile_zero(1);
     if constexpr (HAS_SECOND) {
@@ -86,19 +102,23 @@ inline void multiply_amx(int num_rows, const bf16* x, int64_t x_stride, const bf
         std::copy_n(panel + whole * PANEL, (depth - whole) * PANEL, rest_panel);
         multiply_tiles<HAS_SECOND>(rest_x, AMX_DEPTH * 2, rest_panel);
     }
-    _tile_stored(0, out, PANEL * 4);
-    _tile_stored(1, out + 16, PANEL * 4);
+    _tile_stored(0, out, out_stride * 4);
+    _tile_stored(1, out + 16, out_stride * 4);
     if constexpr (HAS_SECOND) {
-        _tile_stored(2, out + 16 * PANEL, PANEL * 4);
-        _tile_stored(3, out + 16 * PANEL + 16, PANEL * 4);
+        _tile_stored(2, out + 16 * out_stride, out_stride * 4);
+        _tile_stored(3, out + 16 * out_stride + 16, out_stride * 4);
     }
 }
 
-inline void multiply_amx(int num_rows, const bf16* x, int64_t x_stride, const bf16* panel, int64_t depth, float* out) {
+// out[row][32] = x[row] @ panel for up to AMX_ROWS rows.
+inline void multiply_amx(
+    Tiles& tiles, int num_rows, const bf16* x, int64_t x_stride, const bf16* panel, int64_t depth, float* out,
+    int64_t out_stride = PANEL) {
+    tiles.shape(num_rows);
     if (num_rows > 16)
-        multiply_amx<true>(num_rows, x, x_stride, panel, depth, out);
+        multiply_amx<true>(num_rows, x, x_stride, panel, depth, out, out_stride);
     else
-        multiply_amx<false>(num_rows, x, x_stride, panel, depth, out);
+        multiply_amx<false>(num_rows, x, x_stride, panel, depth, out, out_stride);
 }
 
 }  // namespace pagoda
@@ -107,6 +127,7 @@ inline void multiply_amx(int num_rows, const bf16* x, int64_t x_stride, const bf
 
 namespace pagoda {
 inline bool enable_amx() { return true; }  // there is nothing to enable
+class Tiles {};
 }  // namespace pagoda
 
 #endif

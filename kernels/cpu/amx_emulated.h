@@ -56,11 +56,13 @@ inline void emulated_dpbf16ps(int sums, int x, int w) {
 }  // namespace pagoda
 
 #undef _tile_loadconfig
+#undef _tile_release
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #undef _tile_zero
 #define _tile_loadconfig(config) emulated_loadconfig(config)
+#define _tile_release() std::fill_n(emulated_tiles(), 8, EmulatedTile())
 #define _tile_loadd(tile, from, stride) emulated_loadd(tile, from, stride)
 #define _tile_stored(tile, to, stride) emulated_stored(tile, to, stride)
 #define _tile_dpbf16ps(sums, x, w) emulated_dpbf16ps(sums, x, w)

@@ -3,8 +3,7 @@
 
 #include <vector>
 
-#include "amx.h"
-#include "panel.h"
+#include "product.h"
 #include "team.h"
 
 namespace pagoda {
@@ -80,35 +79,18 @@ inline void finish_tile(const LinearArguments<T>& a, int64_t panel, int64_t row,
     }
 }
 
-// Rows that are multiplied with a panel at once.
-#if defined(PAGODA_AMX)
 template <class T>
-constexpr int GROUP = std::is_same_v<T, bf16> ? AMX_ROWS : MAX_ROWS;
-#else
-template <class T>
-constexpr int GROUP = MAX_ROWS;
-#endif
-
-template <class T>
-inline void multiply_group(int num_rows, const T* x, int64_t x_stride, const T* panel, int64_t depth, float* out) {
-#if defined(PAGODA_AMX)
-    if constexpr (std::is_same_v<T, bf16>)
-        multiply_amx(num_rows, x, x_stride, panel, depth, out);
-    else
-#endif
-        multiply(num_rows, x, x_stride, panel, depth, out);
-}
-
-template <class T>
-void multiply_panel(const LinearArguments<T>& a, int64_t panel, int64_t first_row, int64_t num_rows, float* sums) {
+void multiply_panel(
+    Tiles& tiles, const LinearArguments<T>& a, int64_t panel, int64_t first_row, int64_t num_rows, float* sums) {
     const T* weight = a.panels + panel * PANEL * a.depth;
     for (int64_t begin = 0; begin < a.depth; begin += DEPTH_BLOCK) {
         const int64_t depth = std::min(DEPTH_BLOCK, a.depth - begin);
         const bool is_first = begin == 0, is_last = begin + depth == a.depth;
-        for_row_groups(num_rows, [&](int64_t group, int count) {
+        for_row_groups<T>(num_rows, [&](int64_t group, int count) {
             float tile[GROUP<T> * PANEL];
             const int64_t row = first_row + group;
-            multiply_group(count, a.x + row * a.x_stride + begin, a.x_stride, weight + begin * PANEL, depth, tile);
+            multiply_group(
+                tiles, count, a.x + row * a.x_stride + begin, a.x_stride, weight + begin * PANEL, depth, tile);
             float* sum = sums + group * PANEL;
             if (!is_first)
                 for (int i = 0; i < count * PANEL; i += W)
@@ -117,7 +99,7 @@ void multiply_panel(const LinearArguments<T>& a, int64_t panel, int64_t first_ro
                 finish_tile(a, panel, row, count, tile);
             else
                 std::copy(tile, tile + count * PANEL, sum);
-        }, GROUP<T>);
+        });
     }
 }
 
@@ -126,11 +108,12 @@ template <class T>
 void linear(Team& team, const LinearArguments<T>& a) {
     const int64_t panels = num_panels(a.activation == NONE ? a.columns : 2 * a.columns);
     const int64_t row_blocks = (a.rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    Tiles tiles;
     std::vector<float> sums(a.depth > DEPTH_BLOCK ? std::min(a.rows, ROW_BLOCK) * PANEL : 0);
     // Contiguous shares: two threads that take panels in turn read memory half as fast.
     team.share(row_blocks * panels, [&](int64_t task) {
         const int64_t first = task / panels * ROW_BLOCK;
-        multiply_panel(a, task % panels, first, std::min(ROW_BLOCK, a.rows - first), sums.data());
+        multiply_panel(tiles, a, task % panels, first, std::min(ROW_BLOCK, a.rows - first), sums.data());
     });
 }
 

@@ -77,14 +77,4 @@ inline void multiply(
     });
 }
 
-// Rows in groups of at most `most` and of nearly equal size: calls body(first, count).
-template <class Body>
-inline void for_row_groups(int64_t num_rows, Body body, int most = MAX_ROWS) {
-    const int64_t groups = (num_rows + most - 1) / most;
-    for (int64_t group = 0; group < groups; ++group) {
-        const int64_t first = num_rows * group / groups;
-        body(first, int(num_rows * (group + 1) / groups - first));
-    }
-}
-
 }  // namespace pagoda

@@ -47,6 +47,8 @@ inline To bits(From value) {
     return result;
 }
 
+constexpr int64_t round_up(int64_t number, int64_t step) { return (number + step - 1) / step * step; }
+
 inline Floats splat(float value) { return Floats{} + value; }
 
 inline float widen(bf16 value) { return bits<float>(uint32_t(value) << 16); }
@@ -104,24 +106,25 @@ inline Floats multiply_add(Floats sum, uint32_t x, Words w, float) {
     return sum + bits<float>(x) * bits<Floats>(w);
 }
 
+// One number of a vector's, taken together two by two, halves first.
+template <class V, class Both>
+inline float folded(V value, Both both) {
+    if constexpr (sizeof(V) == 4 * sizeof(float)) {
+        return both(both(value[0], value[2]), both(value[1], value[3]));
+    } else {
+        typedef float Half __attribute__((vector_size(sizeof(V) / 2)));
+        Half halves[2];
+        std::memcpy(halves, &value, sizeof value);
+        return folded(both(halves[0], halves[1]), both);
+    }
+}
+
 inline float sum_of(Floats value) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_add_ps(bits<__m512>(value));
-#else
-    float total = 0;
-    for (int i = 0; i < W; ++i) total += value[i];
-    return total;
-#endif
+    return folded(value, [](auto one, auto two) __attribute__((always_inline)) { return one + two; });
 }
 
 inline float max_of(Floats value) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_ps(bits<__m512>(value));
-#else
-    float most = value[0];
-    for (int i = 1; i < W; ++i) most = value[i] > most ? value[i] : most;
-    return most;
-#endif
+    return folded(value, [](auto one, auto two) __attribute__((always_inline)) { return one > two ? one : two; });
 }
 
 // Whether a comparison holds in any lane.
@@ -141,24 +144,66 @@ inline bool any(Ints is) {
 inline Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return bits<Floats>(_mm512_max_ps(bits<__m512>(a), bits<__m512>(b)));
+#elif defined(__AVX2__)
+    return bits<Floats>(_mm256_max_ps(bits<__m256>(a), bits<__m256>(b)));
 #else
     return a > b ? a : b;
 #endif
 }
 
-// e to the power of x, to 2 units in the last place; 0 from -104 down. Not for x above 88.
+constexpr float LOG2_E = 1.44269504f;
+
+#if defined(__AVX512F__)
+constexpr float LEAST_EXPONENT = -150.0f;
+#else
+constexpr float LEAST_EXPONENT = -127.0f;
+#endif
+
+// The nearest integer to x, and 2 to its power: 0 for LEAST_EXPONENT. Not for x below that or above 127.
+struct Power {
+    Floats exponent;
+#if defined(__AVX512F__)
+    explicit Power(Floats x) : exponent(bits<Floats>(_mm512_roundscale_ps(bits<__m512>(x), 8))) {}
+
+    Floats times(Floats factor) const {
+        return bits<Floats>(_mm512_scalef_ps(bits<__m512>(factor), bits<__m512>(exponent)));
+    }
+#else
+    Ints biased;
+
+    explicit Power(Floats x) {
+        const Floats magic = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
+        const Floats shifted = x + magic;
+        exponent = shifted - magic;
+        biased = bits<Ints>(shifted) - bits<Ints>(magic) + 127;
+    }
+
+    Floats times(Floats factor) const { return factor * bits<Floats>(biased << 23); }
+#endif
+};
+
+// 2 to the power of x, to 3 units in the last place; 0 from LEAST_EXPONENT down. Not for x above 127.
+// The polynomial is that of its degree with the least relative error for |r| <= 1/2 among those that are 1 at 0.
+inline Floats exp2(Floats x) {
+    const Floats clamped = larger(splat(LEAST_EXPONENT), x);
+    const Power power(clamped);
+    const Floats r = clamped - power.exponent;
+    Floats y = splat(0.0013264727f);
+    y = y * r + 0.009671513f;
+    y = y * r + 0.055507336f;
+    y = y * r + 0.24022242f;
+    y = y * r + 0.693147f;
+    y = y * r + 1.0f;
+    return power.times(y);
+}
+
+// e to the power of x, to 2 units in the last place; 0 from LEAST_EXPONENT * ln(2) down. Not for x above 88.
 // Source: Cody and Waite's range reduction; the polynomial is the Taylor series of e^r on |r| <= ln(2)/2.
 inline Floats exp(Floats x) {
-    constexpr float LOG2_E = 1.44269504f, LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
-#if defined(__AVX512F__)
-    const Floats clamped = larger(splat(-104.0f), x);
-    const Floats n = bits<Floats>(_mm512_roundscale_ps(bits<__m512>(clamped * LOG2_E), 8));  // to the nearest integer
-#else
-    const Floats clamped = larger(splat(-87.0f), x);
-    const Floats magic = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
-    const Floats shifted = clamped * LOG2_E + magic, n = shifted - magic;
-#endif
-    const Floats r = clamped - n * LN2_HIGH - n * LN2_LOW;
+    constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
+    const Floats clamped = larger(splat(LEAST_EXPONENT * 0.69314718f), x);
+    const Power power(clamped * LOG2_E);
+    const Floats r = clamped - power.exponent * LN2_HIGH - power.exponent * LN2_LOW;
     Floats y = splat(1.0f / 720);
     y = y * r + 1.0f / 120;
     y = y * r + 1.0f / 24;
@@ -166,12 +211,7 @@ inline Floats exp(Floats x) {
     y = y * r + 0.5f;
     y = y * r + 1.0f;
     y = y * r + 1.0f;
-#if defined(__AVX512F__)
-    return bits<Floats>(_mm512_scalef_ps(bits<__m512>(y), bits<__m512>(n)));
-#else
-    const Floats power = bits<Floats>((bits<Ints>(shifted) - bits<Ints>(magic) + 127) << 23);
-    return x < -87.0f ? Floats{} : y * power;
-#endif
+    return power.times(y);
 }
 
 inline Floats silu(Floats x) { return x < -80.0f ? Floats{} : x / (1.0f + exp(-larger(splat(-80.0f), x))); }

@@ -14,15 +14,16 @@ namespace pagoda {
 
 constexpr float EMPTY = -std::numeric_limits<float>::infinity();
 
-// The softmax so far of some rows: sum over positions of e^(score - most) and of that times the value.
+// The softmax so far of some rows, whose scores are exponents of 2: the largest, and the sums over positions of
+// 2^(score - most) and of that times the value. `most` and `total` have whole vectors.
 struct Softmax {
     std::vector<float> most, total, values;
 
-    Softmax(int64_t rows, int64_t size) : most(rows), total(rows), values(rows * size) {}
+    Softmax(int64_t rows, int64_t size) : most(round_up(rows, W)), total(round_up(rows, W)), values(rows * size) {}
 
     void clear(int64_t rows, int64_t size) {
-        std::fill_n(most.begin(), rows, EMPTY);
-        std::fill_n(total.begin(), rows, 0.0f);
+        std::fill_n(most.begin(), round_up(rows, W), EMPTY);
+        std::fill_n(total.begin(), round_up(rows, W), 0.0f);
         std::fill_n(values.begin(), rows * size, 0.0f);
     }
 };
@@ -32,7 +33,7 @@ inline void merge(Softmax& into, const Softmax& part, int64_t rows, int64_t size
     for (int64_t row = 0; row < rows; ++row) {
         if (part.most[row] == EMPTY) continue;
         const float now = std::max(into.most[row], part.most[row]);
-        const float kept = std::exp(into.most[row] - now), added = std::exp(part.most[row] - now);
+        const float kept = std::exp2(into.most[row] - now), added = std::exp2(part.most[row] - now);
         into.most[row] = now;
         into.total[row] = into.total[row] * kept + part.total[row] * added;
         float* sums = &into.values[row * size];

@@ -50,20 +50,22 @@ __attribute__((always_inline)) inline void transpose16(
 #endif
 
 // to[column][row] = from[row][column] for PANEL rows, of which the first `num_rows` are there and the others zero.
-inline void transpose(const uint32_t* const* from, int num_rows, int64_t columns, uint32_t* to) {
-#if defined(__AVX512F__)
+// `before(row, column)` is called before each 16 by 16 are turned.
+template <class Before>
+inline void transpose(const uint32_t* const* from, int num_rows, int64_t columns, uint32_t* to, Before before) {
     for (int row = 0; row < PANEL; row += 16)
         for (int64_t column = 0; column < columns; column += 16) {
-            __m512i turned[16];
+            before(row, column);
             const int64_t width = std::min<int64_t>(16, columns - column);
+#if defined(__AVX512F__)
+            __m512i turned[16];
             transpose16(from + row, num_rows - row, column, width, turned);
             for (int i = 0; i < width; ++i) _mm512_storeu_si512(to + (column + i) * PANEL + row, turned[i]);
-        }
 #else
-    for (int row = 0; row < PANEL; ++row)
-        for (int64_t column = 0; column < columns; ++column)
-            to[column * PANEL + row] = row < num_rows ? from[row][column] : 0;
+            for (int r = row; r < row + 16; ++r)
+                for (int64_t c = column; c < column + width; ++c) to[c * PANEL + r] = r < num_rows ? from[r][c] : 0;
 #endif
+        }
 }
 
 }  // namespace pagoda

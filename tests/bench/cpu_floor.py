@@ -1,8 +1,8 @@
 """What the machine can do at a model's shapes: `python cpu_floor.py MODEL NUM_THREADS`.
 
-gemm_bN_ms is the time of the model's matrix products alone for N tokens, in bfloat16 by oneDNN, with plain weights or
-with packed ones, whichever is faster; read_gb_s the speed at which memory is read. A decode step's floor is its
-products plus its KV bytes at that speed.
+gemm_bN_ms is the time of the model's matrix products alone for N tokens, in bfloat16 by torch, with plain weights or,
+where oneDNN has bfloat16 for this CPU, with packed ones, whichever is faster; read_gb_s the speed at which memory is
+read. A decode step's floor is its products plus its KV bytes at that speed.
 """
 
 import statistics
@@ -43,7 +43,7 @@ def products_ms(model: ModelConfig, num_tokens: int) -> float:
     weights = [torch.randn(shape).bfloat16() for shape in shapes]
     inputs = {size: torch.randn(num_tokens, size).bfloat16() for _, size in shapes}
     plain = median_ms(lambda: [F.linear(inputs[weight.shape[1]], weight) for weight in weights])
-    if not torch.backends.mkldnn.is_available():
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return plain
     packed = [(weight.shape[1], torch.ops.mkldnn._reorder_linear_weight(weight, num_tokens)) for weight in weights]
     multiply = torch.ops.mkldnn._linear_pointwise

@@ -1,5 +1,6 @@
 """What the C++ kernels refuse before they read or write memory that is not meant."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -102,3 +103,9 @@ def test_the_same_calls_with_tensors_that_fit() -> None:
 def test_kind_that_is_none(field: str) -> None:
     with pytest.raises(ValueError, match=f"^{field}: must not be negative, got -1"):
         replace(AttentionKind(scale=1.0), **{field: -1})
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan])
+def test_scale_that_is_none(scale: float) -> None:
+    with pytest.raises(ValueError, match=r"^scale: must be above 0"):
+        AttentionKind(scale=scale)

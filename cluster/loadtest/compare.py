@@ -1,0 +1,102 @@
+"""Two load tests side by side: how figures changed, and whether the same requests got the same answers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagoda.worker.errors import ConfigError
+
+COMPARED = (
+    "failed_requests",
+    "request_rps",
+    "goodput_rps",
+    "output_tokens_per_s",
+    "ttft_mean_ms",
+    "ttft_p50_ms",
+    "ttft_p90_ms",
+    "ttft_p99_ms",
+    "itl_p50_ms",
+    "itl_p99_ms",
+    "tpot_p50_ms",
+    "e2e_p50_ms",
+    "e2e_p90_ms",
+    "hit_ratio",
+    "hit_ratio_over_ideal",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run as it was saved."""
+
+    summary: Mapping[str, Any]
+    requests: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class SameAnswers:
+    """Of the requests that succeeded in both."""
+
+    num_equal: int
+    num_different: int
+    num_in_one_only: int
+
+
+def requests_path(path: Path) -> Path:
+    """Where the requests of a run lie."""
+    return path.with_suffix(".requests.jsonl")
+
+
+def save(path: Path, run: Run) -> None:
+    """Write the summary to `path` and the requests beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(run.summary, indent=2) + "\n")
+    requests_path(path).write_text("".join(json.dumps(request) + "\n" for request in run.requests))
+
+
+def load(path: Path) -> Run:
+    """Read a run. Raises `ConfigError`."""
+    try:
+        summary = json.loads(path.read_text())
+        requests = [json.loads(line) for line in requests_path(path).read_text().splitlines()]
+    except OSError as error:
+        raise ConfigError("run", f"cannot read {error.filename}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError("run", f"{path} is no saved run: {error}") from error
+    if not isinstance(summary, dict) or not all(isinstance(request, dict) for request in requests):
+        raise ConfigError("run", f"{path} is no saved run")
+    return Run(summary, requests)
+
+
+def same_answers(before: Run, after: Run) -> SameAnswers:
+    """Digests of answers, by session and turn."""
+
+    def digests(run: Run) -> dict[tuple[Any, Any], Any]:
+        return {
+            (request.get("session"), request.get("turn")): request.get("text_digest")
+            for request in run.requests
+            if request.get("error") is None
+        }
+
+    one, other = digests(before), digests(after)
+    both = one.keys() & other.keys()
+    num_equal = sum(one[key] == other[key] for key in both)
+    return SameAnswers(num_equal, len(both) - num_equal, len(one.keys() ^ other.keys()))
+
+
+def lines(before: Run, after: Run) -> list[str]:
+    """For people to read."""
+    text = [f"{'':>24} {'before':>12} {'after':>12} {'ratio':>8}"]
+    for name in COMPARED:
+        old, new = before.summary.get(name), after.summary.get(name)
+        if not isinstance(old, int | float) or not isinstance(new, int | float):
+            continue
+        ratio = f"{new / old:8.3f}" if old else f"{'-':>8}"
+        text.append(f"{name:>24} {old:12,.2f} {new:12,.2f} {ratio}")
+    same = same_answers(before, after)
+    text.append(
+        f"answers: {same.num_equal} equal, {same.num_different} different, {same.num_in_one_only} in one run only"
+    )
+    return text

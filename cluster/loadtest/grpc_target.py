@@ -1,0 +1,108 @@
+"""A Pagoda server over gRPC."""
+
+import time
+from collections.abc import Callable
+
+import grpc
+
+from pagoda.cluster.loadtest.openai_target import TargetError
+from pagoda.cluster.loadtest.records import Answer, LoadRequest, SendError
+from pagoda.proto import inference_pb2 as pb
+from pagoda.proto.inference_pb2_grpc import InferenceStub
+
+_SHORT_TIMEOUT_S = 10.0
+_MAX_MESSAGE_BYTES = 64 * 2**20
+
+
+class GrpcTarget:
+    """Streams `Chat` and `Generate`. `address` is host:port."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        model: str = "",
+        timeout_s: float = 600.0,
+        sampling: pb.Sampling | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address = address
+        self.model = model
+        self._timeout_s = timeout_s
+        self._sampling = sampling or pb.Sampling()
+        self._clock = clock
+        self._channel = grpc.aio.insecure_channel(
+            address, options=[("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)]
+        )
+        self._stub = InferenceStub(self._channel)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def models(self) -> list[str]:
+        """Names of what is served. Raises `TargetError`."""
+        try:
+            answer = await self._stub.ListModels(pb.ListModelsRequest(), timeout=_SHORT_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise TargetError(f"no server at {self.address}: {error.details()}") from error
+        return [model.id for model in answer.models]
+
+    async def send(self, request: LoadRequest, answer: Answer) -> None:
+        sampling = pb.Sampling(max_tokens=request.max_tokens)
+        sampling.MergeFrom(self._sampling)
+        call = (
+            self._stub.Chat(
+                pb.ChatRequest(model=self.model, messages=_messages(request), sampling=sampling),
+                timeout=self._timeout_s,
+            )
+            if request.messages
+            else self._stub.Generate(self._generate(request, sampling), timeout=self._timeout_s)
+        )
+        try:
+            async for piece in call:
+                if piece.text or (piece.finish_reason and not answer.piece_s):
+                    answer.piece_s.append(self._clock())
+                    answer.text.append(piece.text)
+                if piece.finish_reason:
+                    answer.finish_reason = piece.finish_reason
+                    answer.num_prompt_tokens = piece.usage.prompt_tokens
+                    answer.num_cached_tokens = piece.usage.cached_tokens
+                    answer.num_output_tokens = piece.usage.completion_tokens
+        except grpc.aio.AioRpcError as error:
+            raise SendError(_kind(error), error.details() or "") from error
+        if answer.finish_reason is None:
+            raise SendError("cut", "ended without a finish reason")
+
+    def _generate(self, request: LoadRequest, sampling: pb.Sampling) -> pb.GenerateRequest:
+        if isinstance(request.prompt, str):
+            return pb.GenerateRequest(model=self.model, text=request.prompt, sampling=sampling)
+        return pb.GenerateRequest(model=self.model, token_ids=pb.TokenIds(ids=request.prompt), sampling=sampling)
+
+    async def tokenize(self, request: LoadRequest) -> list[int] | None:
+        if not request.messages and not isinstance(request.prompt, str):
+            return list(request.prompt)
+        what = pb.TokenizeRequest(model=self.model)
+        if request.messages:
+            what.conversation.CopyFrom(pb.Conversation(messages=_messages(request)))
+        else:
+            assert isinstance(request.prompt, str)
+            what.text = request.prompt
+        try:
+            answer = await self._stub.Tokenize(what, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError:
+            return None
+        return list(answer.token_ids)
+
+
+def _messages(request: LoadRequest) -> list[pb.Message]:
+    return [pb.Message(role=message["role"], content=message["content"]) for message in request.messages]
+
+
+def _kind(error: grpc.aio.AioRpcError) -> str:
+    match error.code():
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return "timeout"
+        case grpc.StatusCode.UNAVAILABLE if "connect" in (error.details() or "").lower():
+            return "refused"
+        case code:
+            return f"grpc_{code.name.lower()}"

@@ -1,0 +1,72 @@
+"""How many prompt tokens one cache without limits would have served: what any cluster's hits are measured against."""
+
+from collections.abc import Mapping, Sequence
+
+from pagoda.cluster.loadtest.records import LoadRequest, RequestRecord, Target
+
+BLOCK_TOKENS = 16
+"""Hits are counted in whole blocks, as servers do."""
+
+
+class UnlimitedCache:
+    """Remembers every block that ever came, each with its whole prefix."""
+
+    def __init__(self, block_tokens: int = BLOCK_TOKENS) -> None:
+        self._block_tokens = block_tokens
+        self._chains: set[int] = set()
+
+    def num_cached(self, tokens: Sequence[int]) -> int:
+        """Leading tokens that are there; the last one is always computed."""
+        num_blocks = 0
+        most = max(0, len(tokens) - 1) // self._block_tokens
+        for chain in self._chain(tokens[: most * self._block_tokens]):
+            if chain not in self._chains:
+                break
+            num_blocks += 1
+        return num_blocks * self._block_tokens
+
+    def add(self, tokens: Sequence[int]) -> None:
+        self._chains.update(self._chain(tokens))
+
+    def _chain(self, tokens: Sequence[int]) -> list[int]:
+        chains, chain = [], 0
+        for begin in range(0, len(tokens) - self._block_tokens + 1, self._block_tokens):
+            chain = hash((chain, tuple(tokens[begin : begin + self._block_tokens])))
+            chains.append(chain)
+        return chains
+
+
+def ideal_cached_tokens(
+    records: Sequence[RequestRecord], prompts: Mapping[tuple[int, int], Sequence[int]]
+) -> dict[tuple[int, int], int]:
+    """For each request its prompt tokens that an earlier request has had, or the answer before it in its session.
+
+    `prompts` are token ids by session and turn. A prompt counts from when it is sent: those that come at the same time
+    may share. What an answer was in tokens is read off the prompt that continues it.
+    """
+    cache = UnlimitedCache()
+    by_turn = {(record.session, record.turn): record for record in records if record.error is None}
+    cached = {}
+    for record in sorted(records, key=lambda record: record.sent_s):
+        key = record.session, record.turn
+        if (tokens := prompts.get(key)) is None:
+            continue
+        before = by_turn.get((record.session, record.turn - 1))
+        if before is not None and (prompt := prompts.get((before.session, before.turn))) is not None:
+            cache.add(tokens[: len(prompt) + before.num_output_tokens])
+        cached[key] = cache.num_cached(tokens)
+        cache.add(tokens)
+    return cached
+
+
+async def tokenize_all(
+    target: Target, requests: Mapping[tuple[int, int], LoadRequest]
+) -> dict[tuple[int, int], list[int]] | None:
+    """The prompts in tokens, one after the other; None if the server does not tell."""
+    prompts = {}
+    for key, request in requests.items():
+        tokens = await target.tokenize(request)
+        if tokens is None:
+            return None
+        prompts[key] = tokens
+    return prompts

@@ -1,0 +1,163 @@
+"""A server with the OpenAI HTTP API, whoever made it. Nothing it answers may stop a load test."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+
+from pagoda.cluster.loadtest.records import Answer, LoadRequest, SendError
+from pagoda.worker.errors import PagodaError
+
+_CONNECT_TIMEOUT_S = 10.0
+_KEEPALIVE_S = 2.0
+"""Shorter than servers': one that closes a connection just when it is used again would look like a failure."""
+_MAX_EVENT_BYTES = 8 * 2**20
+_MAX_DETAIL_BYTES = 2_000
+
+
+class TargetError(PagodaError):
+    """The server cannot be used at all."""
+
+
+class OpenAITarget:
+    """Streams chats from `/v1/chat/completions` and everything else from `/v1/completions`.
+
+    `url` is the server's, with or without `/v1`. `fields` go into every body. `clock` gives seconds.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str = "",
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        fields: dict[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        root = url.rstrip("/").removesuffix("/v1")
+        self.url = root if "://" in root else f"http://{root}"
+        self.model = model
+        self._fields = fields or {}
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+            read_bufsize=2**20,
+        )
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def models(self) -> list[str]:
+        """Names of what is served. Raises `TargetError`."""
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S), self._http.get(f"{self.url}/v1/models") as response:
+                if response.status != 200:
+                    raise TargetError(f"{self.url}/v1/models answers {response.status}")
+                return [str(model["id"]) for model in json.loads(await response.read())["data"]]
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise TargetError(f"no server at {self.url}: {error or type(error).__name__}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise TargetError(f"{self.url} does not answer as an OpenAI API does") from error
+
+    async def send(self, request: LoadRequest, answer: Answer) -> None:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": request.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._fields,
+        }
+        if request.messages:
+            path, body["messages"] = "chat/completions", list(request.messages)
+        else:
+            path, body["prompt"] = "completions", request.prompt
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._http.post(f"{self.url}/v1/{path}", json=body) as response,
+            ):
+                await self._read(response, answer)
+        except TimeoutError as error:
+            raise SendError("timeout", f"not answered within {self._timeout_s:g} s") from error
+        except aiohttp.ClientConnectorError as error:
+            raise SendError("refused", str(error)) from error
+        except (aiohttp.ClientResponseError, aiohttp.InvalidURL, ValueError) as error:
+            raise SendError("garbage", f"{type(error).__name__}: {error}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise SendError("reset", f"{type(error).__name__}: {error}") from error
+
+    async def _read(self, response: aiohttp.ClientResponse, answer: Answer) -> None:
+        if response.status != 200:
+            detail = await response.content.read(_MAX_DETAIL_BYTES)
+            raise SendError(f"http_{response.status}", detail.decode(errors="replace"))
+        rest, is_done = b"", False
+        async for data in response.content.iter_any():
+            now = self._clock()
+            *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+            for event in events:
+                is_done = take_event(event, answer, now) or is_done
+            if len(rest) > _MAX_EVENT_BYTES:
+                raise SendError("garbage", f"an event of more than {_MAX_EVENT_BYTES} bytes")
+        if rest.strip():
+            is_done = take_event(rest, answer, self._clock()) or is_done
+        if answer.finish_reason is None:
+            raise SendError("cut" if not is_done or answer.piece_s else "garbage", "ended without a finish reason")
+
+    async def tokenize(self, request: LoadRequest) -> list[int] | None:
+        if not request.messages and not isinstance(request.prompt, str):
+            return list(request.prompt)
+        body: dict[str, Any] = {"model": self.model}
+        body |= {"messages": list(request.messages)} if request.messages else {"prompt": request.prompt}
+        try:
+            async with asyncio.timeout(self._timeout_s), self._http.post(f"{self.url}/tokenize", json=body) as response:
+                if response.status != 200:
+                    return None
+                tokens = json.loads(await response.read())["tokens"]
+                return [int(token) for token in tokens]
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError):
+            return None
+
+
+def take_event(event: bytes, answer: Answer, now: float) -> bool:
+    """Put a server-sent event into `answer`; whether it says that the stream is done. Raises `SendError`."""
+    data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
+    if not data:
+        if event.strip() and not all(line[:1] == b":" or b":" in line for line in event.strip().split(b"\n")):
+            raise SendError("garbage", f"no event: {event[:200]!r}")
+        return False
+    if data == b"[DONE]":
+        return True
+    try:
+        chunk = json.loads(data)
+        if (error := chunk.get("error")) is not None:
+            raise SendError("error_event", json.dumps(error))
+        if (usage := chunk.get("usage")) is not None:
+            answer.num_prompt_tokens = _count(usage["prompt_tokens"])
+            answer.num_output_tokens = _count(usage["completion_tokens"])
+            details = usage.get("prompt_tokens_details") or {}
+            answer.num_cached_tokens = _count(details.get("cached_tokens") or 0)
+        for choice in chunk["choices"]:
+            text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+            reason = choice.get("finish_reason")
+            if text:
+                answer.text.append(str(text))
+            if text or (reason and not answer.piece_s):  # an answer may be one token without text
+                answer.piece_s.append(now)
+            if reason:
+                answer.finish_reason = str(reason)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SendError("garbage", f"{type(error).__name__} in {data[:200]!r}") from error
+    return False
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value

@@ -1,0 +1,127 @@
+"""What becomes of each request of a load test. Times are seconds since the test began.
+
+Kinds of failure:
+
+    refused      no connection        reset      the connection broke before or within the answer
+    timeout      not answered in time    cut     the answer ended without a finish reason
+    http_CODE    a status, such as http_429    grpc_CODE   the same of gRPC, such as grpc_resource_exhausted
+    error_event  an error within a stream    garbage    an answer that is none
+    interrupted  the load test was stopped
+"""
+
+import hashlib
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
+
+from pagoda.cluster.loadtest.workloads import TokenIds
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What is sent: messages for a chat, else token ids or text to be continued."""
+
+    max_tokens: int
+    messages: tuple[Message, ...] = ()
+    prompt: str | TokenIds = ()
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer as it grows. `piece_s` are the times at which text came."""
+
+    text: list[str] = field(default_factory=list)
+    piece_s: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    num_output_tokens: int | None = None
+    """As the server counts; None if it does not say."""
+
+
+class SendError(Exception):
+    """A request failed. `kind` is one of those above."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(kind, detail)
+        self.kind = kind
+        self.detail = detail[:300]
+
+
+class Target(Protocol):
+    """A server under load."""
+
+    async def send(self, request: LoadRequest, answer: Answer) -> None:
+        """Fill `answer` until it ends. Raises `SendError`."""
+
+    async def tokenize(self, request: LoadRequest) -> list[int] | None:
+        """The prompt's tokens as the server counts them; None if it cannot say."""
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One request, ended."""
+
+    session: int
+    turn: int
+    intended_s: float
+    """When it was to be sent. Everything is counted from here, or a slow server would seem faster than it is."""
+    sent_s: float
+    first_s: float | None
+    """When the first text came."""
+    end_s: float
+    gaps_s: tuple[float, ...] = ()
+    """Between pieces of text."""
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    num_output_tokens: int = 0
+    text_digest: str = ""
+    """Of the answer's text: equal digests, equal answers."""
+    error: str | None = None
+    """A kind of failure; None if it succeeded."""
+    detail: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        assert self.first_s is not None
+        return self.first_s - self.intended_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.end_s - self.intended_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per output token behind the first; None for a single one."""
+        if self.first_s is None or self.num_output_tokens < 2:
+            return None
+        return (self.end_s - self.first_s) / (self.num_output_tokens - 1)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def record_of(
+    answer: Answer, session: int, turn: int, *, intended_s: float, sent_s: float, end_s: float, error: SendError | None
+) -> RequestRecord:
+    """What is kept of an answer. One without any text or finish reason has failed, whatever the server says."""
+    times = answer.piece_s
+    return RequestRecord(
+        session,
+        turn,
+        intended_s,
+        sent_s,
+        first_s=times[0] if times else None,
+        end_s=end_s,
+        gaps_s=tuple(after - before for before, after in pairwise(times)),
+        num_prompt_tokens=answer.num_prompt_tokens,
+        num_cached_tokens=answer.num_cached_tokens,
+        num_output_tokens=len(times) if answer.num_output_tokens is None else answer.num_output_tokens,
+        text_digest=hashlib.sha256("".join(answer.text).encode("utf-8", "surrogatepass")).hexdigest()[:16],
+        error=None if error is None else error.kind,
+        detail="" if error is None else error.detail,
+    )

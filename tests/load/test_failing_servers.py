@@ -1,0 +1,164 @@
+"""Whatever a server does is counted by its kind; nothing it does ends the test or makes a percentile wrong."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_server import DONE, HANG, RESET, Script, answered, delta, event, head, scripted_server, text, usage
+
+from pagoda.cluster.loadtest.openai_target import OpenAITarget, TargetError, take_event
+from pagoda.cluster.loadtest.records import Answer, LoadRequest, SendError
+from pagoda.cluster.loadtest.report import Slo, summarize
+from pagoda.cluster.loadtest.runner import LoadOptions, LoadRunner
+from pagoda.cluster.loadtest.workloads import Session, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """A session of one turn for each text."""
+
+    texts: tuple[str, ...]
+    name: str = "questions"
+
+    def sessions(self, seed: int) -> Iterator[Session]:  # noqa: ARG002
+        for number in range(len(self.texts)):
+            yield Session(number, (Turn((number + 1000,), 4),), start_s=0.0)
+
+
+FAILURES: dict[str, tuple[str, Script]] = {
+    "429": ("http_429", [head(429), b'{"error": {"message": "full"}}']),
+    "500 with garbage": ("http_500", [head(500, "text/html"), b"\xff\xfe<html>"]),
+    "reset at once": ("reset", [RESET]),
+    "reset after the head": ("cut", [head(), 0.01, RESET]),
+    "reset in the middle": ("cut", [head(), text("a"), 0.01, RESET]),
+    "closed without a word": ("reset", []),
+    "hangs at once": ("timeout", [HANG]),
+    "hangs in the middle": ("timeout", [head(), text("a"), HANG]),
+    "ends in the middle": ("cut", [head(), text("a")]),
+    "ends without an event": ("cut", [head()]),
+    "only done": ("garbage", [head(), DONE]),
+    "done without a reason": ("cut", [head(), text("a"), DONE]),
+    "error in the stream": ("error_event", [head(), text("a"), event({"error": {"message": "no"}})]),
+    "no HTTP": ("garbage", [b"SSH-2.0-OpenSSH_9.2\r\n\r\n"]),
+    "no events": ("garbage", [head(content_type="text/html"), b"<html>it works</html>\n\n"]),
+    "no JSON": ("garbage", [head(), event("{")]),
+    "deep JSON": ("garbage", [head(), event("[" * 100_000)]),
+    "JSON of another kind": ("garbage", [head(), event('["a"]')]),
+    "no choices": ("garbage", [head(), event("{}")]),
+    "choices of another kind": ("garbage", [head(), event('{"choices": [7]}')]),
+    "counts of another kind": ("garbage", [head(), text("a", "stop"), event('{"choices": [], "usage": {"x": 1}}')]),
+    "counts below zero": ("garbage", [head(), text("a", "stop"), usage(prompt=-1, output=1), DONE]),
+    "not UTF-8": ("garbage", [head(), b"data: \xff\xfe{}\n\n"]),
+    "wrong length": ("reset", [b"HTTP/1.1 200 X\r\nContent-Length: 1000\r\n\r\n", text("a")]),
+}
+
+
+async def load(server_url: str, texts: tuple[str, ...], timeout_s: float = 0.5) -> dict[str, Any]:
+    target = OpenAITarget(server_url, model="m", timeout_s=timeout_s)
+    try:
+        result = await LoadRunner(Questions(texts), target, LoadOptions(as_recorded=True)).run()
+    finally:
+        await target.close()
+    return summarize(result, Slo(ttft_s=100.0))
+
+
+@pytest.mark.parametrize("name", FAILURES)
+async def test_failures_are_counted_by_kind(name: str) -> None:
+    kind, script = FAILURES[name]
+    num = 0
+
+    def script_of(_: str, body: dict[str, Any]) -> Script:
+        nonlocal num
+        num += 1
+        return script if body["prompt"] == [1001] else answered("a", "b")
+
+    async with scripted_server(script_of) as server:
+        summary = await load(server.url, ("good", "bad", "good"))
+    assert num == 3  # nothing is sent twice
+    assert {name: n for name, n in summary.items() if name.startswith("failed_")} == {
+        "failed_requests": 1,
+        f"failed_{kind}": 1,
+    }
+    assert summary["succeeded_requests"] == 2
+    assert summary["good_ratio"] == pytest.approx(2 / 3)
+    assert summary["output_tokens"] == 4
+    assert summary["e2e_max_ms"] < 450  # those that failed are in no percentile
+
+
+async def test_nobody_listens() -> None:
+    async with scripted_server(lambda *_: []) as server:
+        url = server.url
+    summary = await load(url, ("a", "b"))
+    assert (summary["failed_refused"], summary["succeeded_requests"]) == (2, 0)
+    assert summary["ttft_p50_ms"] is summary["e2e_p99_ms"] is summary["hit_ratio"] is None
+    assert summary["goodput_rps"] == 0
+
+
+async def test_models_of_no_server() -> None:
+    target = OpenAITarget("127.0.0.1:1")
+    with pytest.raises(TargetError, match=r"^no server at http://127\.0\.0\.1:1"):
+        await target.models()
+    await target.close()
+
+
+async def test_pieces_and_counts() -> None:
+    """Pieces may come split anywhere, several at once, with comments and CRLF between; usage counts, not pieces."""
+    stream = b": hello\r\n\r\n" + delta("") + delta("Hé").replace(b"\n", b"\r\n") + delta(None) + delta("y", "stop")
+    stream += usage(prompt=7, output=5, cached=4) + DONE
+    for size in (1, 3, 1000):
+        script = [head(), *(stream[i : i + size] for i in range(0, len(stream), size))]
+        async with scripted_server(lambda *_, script=script: script) as server:
+            target, answer = OpenAITarget(server.url, model="m"), Answer()
+            await target.send(LoadRequest(5, ({"role": "user", "content": "x"},)), answer)
+            await target.close()
+        assert "".join(answer.text) == "Héy"
+        assert len(answer.piece_s) == 2
+        assert (answer.num_prompt_tokens, answer.num_cached_tokens, answer.num_output_tokens) == (7, 4, 5)
+        assert server.bodies[0]["stream_options"] == {"include_usage": True}
+
+
+async def test_latency_counts_from_when_it_was_due() -> None:
+    """Scenario: a client that waits for a connection, or for itself, must not make the server look fast."""
+    held = asyncio.Event()
+
+    class Slow:
+        async def send(self, request: LoadRequest, answer: Answer) -> None:  # noqa: ARG002
+            held.set()
+            answer.piece_s.append(1000.5)
+            answer.finish_reason = "stop"
+
+    clock = iter([1000.0, 1000.0, *[1000.25] * 100])
+    runner = LoadRunner(Questions(("a",)), Slow(), LoadOptions(as_recorded=True), clock=lambda: next(clock))  # type: ignore[arg-type]
+    result = await runner.run()
+    (record,) = result.records
+    assert (record.intended_s, record.sent_s, record.ttft_s) == (0.0, 0.25, 0.5)
+
+
+def is_taken_or_refused(content: bytes) -> bool:
+    try:
+        take_event(content, Answer(), 0.0)
+    except SendError as error:
+        return error.kind in ("garbage", "error_event")
+    return True
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_any_event(data: bytes) -> None:
+    assert all(map(is_taken_or_refused, (data, b"data: " + data, b'data: {"choices": [' + data + b"]}")))
+
+
+KEYS = ("choices", "delta", "content", "text", "usage", "prompt_tokens", "completion_tokens", "error", "finish_reason")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), JSON))
+def test_any_json(chunk: dict[str, Any]) -> None:
+    assert is_taken_or_refused(event(chunk).strip())

@@ -105,7 +105,7 @@ def build_engine(
     plan = plan_engine(config)
     executor: Executor
     if config.fake_step_s is not None:
-        executor = FakeRunner(step_s=config.fake_step_s, vocab_size=plan.model.vocab_size)
+        executor = FakeRunner(step_s=config.fake_step_s, token_s=config.fake_token_s, vocab_size=plan.model.vocab_size)
     else:
         executor = _load(plan, config.num_threads, progress)
     logger.info(

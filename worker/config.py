@@ -69,7 +69,9 @@ class EngineConfig:
     num_threads: int | None = None
     """CPU threads for tensor work; None takes torch's default."""
     fake_step_s: float | None = None
-    """Run no model: every step takes this long and draws tokens from the seed. For load tests."""
+    """Run no model: every step takes this long, and tokens follow from those before. For load tests."""
+    fake_token_s: float = 0.0
+    """What each token that a fake step computes adds to it."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -82,6 +84,7 @@ class EngineConfig:
             require_in_range("num_threads", self.num_threads, 1, 4096)
         if self.fake_step_s is not None:
             require_in_range("fake_step_s", self.fake_step_s, 0, 60)
+        require_in_range("fake_token_s", self.fake_token_s, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,9 @@ from pagoda.worker.errors import ConfigError
 from pagoda.worker.model_store import DEFAULT_MODEL, DEFAULT_STORE, ModelStore
 from pagoda.worker.tokenizer import check_tokenizer
 
+FAKE_STEP_S, FAKE_TOKEN_S = 0.01, 0.0002
+"""Of `--fake`: about a small model on a small GPU."""
+
 
 def model_cache_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
@@ -66,7 +69,13 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
             default=scheduler.max_num_waiting,
             help="Sequences that may wait, per worker.",
         ),
-        click.option("--fake-step-s", type=float, help="Run no model; every step takes this long. For load tests."),
+        click.option(
+            "--fake",
+            is_flag=True,
+            help=f"For load tests: run no model, only take its time, {FAKE_STEP_S} s a step and {FAKE_TOKEN_S} s a token.",
+        ),
+        click.option("--fake-step-s", type=float, help="Run no model; a step takes so long."),
+        click.option("--fake-token-s", type=float, help="... and so much longer for each token that it computes."),
     ]
     for option in reversed(options):
         command = option(command)
@@ -88,8 +97,15 @@ def engine_settings(options: dict[str, Any]) -> EngineConfig:
         max_num_batched_tokens=options["max_num_batched_tokens"],
         max_num_waiting=options["max_num_waiting"],
     )
-    settings = {name: options[name] for name in ("dtype", "device", "max_model_len", "num_threads", "fake_step_s")}
-    return EngineConfig(Path(), cache=cache, scheduler=scheduler, **settings)
+    settings = {name: options[name] for name in ("dtype", "device", "max_model_len", "num_threads")}
+    step_s, token_s = options["fake_step_s"], options["fake_token_s"]
+    if options["fake"]:
+        step_s, token_s = (FAKE_STEP_S if step_s is None else step_s), (FAKE_TOKEN_S if token_s is None else token_s)
+    elif token_s is not None and step_s is None:
+        raise ConfigError("fake_token_s", "needs --fake or --fake-step-s")
+    return EngineConfig(
+        Path(), cache=cache, scheduler=scheduler, fake_step_s=step_s, fake_token_s=token_s or 0.0, **settings
+    )
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:

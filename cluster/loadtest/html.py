@@ -12,6 +12,8 @@ from pagoda.cluster.loadtest.records import RequestRecord
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_WIDE_RANGE = 20
+"""From here on an axis is logarithmic."""
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #1c2430; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
@@ -80,8 +82,9 @@ def _distribution(axes: "Axes", what: str, seconds: Sequence[float]) -> None:
         values = np.sort(np.asarray(seconds)) * 1e3
         shown = np.unique(np.linspace(0, len(values) - 1, min(len(values), 500)).astype(int))
         axes.plot(values[shown], (shown + 1) / len(values))
-        if values[0] > 0:
+        if values[-1] > _WIDE_RANGE * values[0] > 0:
             axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
 
 
 def _over_time(axes: "Axes", records: Sequence[RequestRecord]) -> None:

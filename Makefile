@@ -10,7 +10,7 @@ TELL := sed -un '/^ *Downloading.*([0-9]\{3,\}\.[0-9] MB)/p; /^Installing/p'
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: setup lint type test serve proto profile bench bench-cpu bench-engine bench-tokenize bench-serving clean
+.PHONY: setup lint type test serve proto profile bench bench-cpu bench-engine bench-tokenize bench-serving bench-load clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-engine    measure the engine's own overheads; writes build/bench/engine.json"
 	@echo "make bench-tokenize  what the token cache saves; writes build/bench/tokenize.json"
 	@echo "make bench-serving   what HTTP, Serve and gRPC cost; writes build/bench/serving.json"
+	@echo "make bench-load      a minute of conversations, and what the load generator needs itself; build/bench/load.json, .html"
 
 setup: $(STAMP)
 
@@ -71,6 +72,10 @@ bench-engine: $(STAMP)
 bench-serving: $(STAMP)
 	$(BIN)/pagoda model fetch
 	$(BIN)/python tests/bench/bench_serving.py
+
+bench-load: $(STAMP)
+	$(BIN)/pagoda model fetch
+	$(BIN)/python tests/bench/bench_load.py
 
 bench-tokenize: $(STAMP)
 	$(BIN)/pagoda model fetch

@@ -134,19 +134,28 @@ def _check(response: httpx.Response) -> None:
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     """The JSON of every server-sent event up to `[DONE]`."""
-    for line in response.iter_lines():
-        if not line.startswith("data:"):
+    for line in _lines(response):
+        if not line.startswith(b"data:"):
             continue  # comments, event names, the blank line between two events
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
+        data = line.removeprefix(b"data:").strip()
+        if data == b"[DONE]":
             return
         try:
             event = json.loads(data)
         except ValueError as error:
-            raise ChatError(f"the server sends what is not JSON: {data[:80]}") from error
+            raise ChatError(f"the server sends what is not JSON: {data[:80].decode(errors='replace')}") from error
         if not isinstance(event, dict):
-            raise ChatError(f"the server sends what is not an event: {data[:80]}")
+            raise ChatError(f"the server sends what is not an event: {data[:80].decode(errors='replace')}")
         yield event
+
+
+def _lines(response: httpx.Response) -> Iterator[bytes]:
+    """Ended by line feeds only. httpx splits at all of Unicode's line ends, which JSON may hold as they are."""
+    rest = b""
+    for data in response.iter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
+    yield rest
 
 
 def _take(event: dict[str, Any], answer: Answer) -> str:

@@ -50,7 +50,9 @@ class _Group(click.Group):
 def _option_of(setting: str, command: click.Command) -> str:
     """The option that a setting comes from; the setting itself if it comes from none."""
     setting = _IN_OTHER_UNITS.get(setting, setting)
-    return next((max(option.opts, key=len) for option in command.params if option.name == setting), setting)
+    commands = [command, *(command.commands.values() if isinstance(command, click.Group) else ())]
+    options = (option for each in commands for option in each.params if option.name == setting)
+    return next((max(option.opts, key=len) for option in options), setting)
 
 
 @contextmanager

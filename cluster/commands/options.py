@@ -72,7 +72,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--fake",
             is_flag=True,
-            help=f"For load tests: run no model, only take its time, {FAKE_STEP_S} s a step and {FAKE_TOKEN_S} s a token.",
+            help=f"For load tests: no model, only its time, {FAKE_STEP_S} s a step and {FAKE_TOKEN_S} s a token.",
         ),
         click.option("--fake-step-s", type=float, help="Run no model; a step takes so long."),
         click.option("--fake-token-s", type=float, help="... and so much longer for each token that it computes."),

@@ -141,8 +141,8 @@ def take_event(event: bytes, answer: Answer, now: float) -> bool:
         if (usage := chunk.get("usage")) is not None:
             answer.num_prompt_tokens = _count(usage["prompt_tokens"])
             answer.num_output_tokens = _count(usage["completion_tokens"])
-            details = usage.get("prompt_tokens_details") or {}
-            answer.num_cached_tokens = _count(details.get("cached_tokens") or 0)
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            answer.num_cached_tokens = None if cached is None else _count(cached)
         for choice in chunk["choices"]:
             text = choice["delta"].get("content") if "delta" in choice else choice["text"]
             reason = choice.get("finish_reason")

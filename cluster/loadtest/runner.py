@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from pagoda.cluster.loadtest.arrivals import ArrivalKind, arrivals
@@ -48,6 +48,7 @@ class LoadState:
     num_succeeded: int = 0
     num_failed: int = 0
     num_tokens: int = 0
+    """Pieces of text, as far as they have come."""
 
 
 @dataclass(slots=True)
@@ -87,6 +88,7 @@ class LoadRunner:
         self._state = LoadState()
         self._records: list[RequestRecord] = []
         self._requests: dict[tuple[int, int], LoadRequest] = {}
+        self._running: dict[tuple[int, int], Answer] = {}
         self._tick_lag_s: list[float] = []
 
     async def run(self) -> LoadResult:
@@ -172,8 +174,8 @@ class LoadRunner:
     async def _ask(self, request: LoadRequest, session: int, turn: int, due_s: float) -> Answer | None:
         """The answer; None if it failed."""
         self._requests[session, turn] = request
-        self._state.num_running += 1
         answer, error, sent_s = Answer(), None, self._now()
+        self._running[session, turn] = answer
         try:
             await self._target.send(request, answer)
         except SendError as problem:
@@ -184,18 +186,23 @@ class LoadRunner:
         finally:
             answer.piece_s = [at - self._begin_s for at in answer.piece_s]
             record = record_of(answer, session, turn, intended_s=due_s, sent_s=sent_s, end_s=self._now(), error=error)
+            del self._running[session, turn]
             self._note(record)
         return answer if error is None else None
 
     def _note(self, record: RequestRecord) -> None:
         self._records.append(record)
         state = self._state
-        state.num_running -= 1
-        state.num_tokens += record.num_output_tokens
+        state.num_tokens += len(record.gaps_s) + (record.first_s is not None)
         if record.error is None:
             state.num_succeeded += 1
         else:
             state.num_failed += 1
+
+    def _state_at(self, now_s: float) -> LoadState:
+        running = self._running.values()
+        num_tokens = self._state.num_tokens + sum(len(answer.piece_s) for answer in running)
+        return replace(self._state, elapsed_s=now_s, num_running=len(running), num_tokens=num_tokens)
 
     @asynccontextmanager
     async def _watched(self) -> AsyncIterator[None]:
@@ -210,8 +217,7 @@ class LoadRunner:
                 self._tick_lag_s.append(max(0.0, now_s - due_s))
                 if now_s >= next_s:
                     next_s = now_s + _SAY_PERIOD_S
-                    self._state.elapsed_s = now_s
-                    self._on_progress(self._state)
+                    self._on_progress(self._state_at(now_s))
 
         task = asyncio.create_task(watch())
         try:

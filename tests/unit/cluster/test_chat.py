@@ -1,5 +1,6 @@
 """`pagoda chat` with input from a pipe, against a server that says what the test tells it to."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -52,6 +53,14 @@ def test_turns_and_a_new_conversation(server: FakeOpenAI) -> None:
         [*first, {"role": "assistant", "content": "one"}, {"role": "user", "content": "  b  "}],
         [system, {"role": "user", "content": "c"}],
     ]
+
+
+def test_text_with_line_ends_of_unicode(server: FakeOpenAI) -> None:
+    """Scenario: a model writes U+2028. JSON holds it as it is, and httpx takes it for the end of a line."""
+    text = "one\u2028two\u2029three\x85four"
+    server.answers = [[f"data: {json.dumps(piece(text, 'stop'), ensure_ascii=False)}\r\n\r\n", "data: [DONE]\n\n"]]
+    result = chat(server, "hello\n")
+    assert (result.exit_code, text in result.stdout) == (0, True), result.output
 
 
 def test_sampling_options(server: FakeOpenAI) -> None:

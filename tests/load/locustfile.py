@@ -1,7 +1,7 @@
 """The chat workload for those who use Locust: `locust -f tests/load/locustfile.py --host http://127.0.0.1:8000`.
 
-Each user holds conversations of several turns, with one of a few system prompts. POST ends with the whole answer, "first
-token" with its first text.
+Each user holds conversations of several turns, with one of a few system prompts. POST ends with the whole answer,
+"first token" with its first text.
 """
 
 import random

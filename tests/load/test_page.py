@@ -62,6 +62,6 @@ def test_a_browser_shows_its_plots(tmp_path: Path) -> None:
     assert "failed_timeout" in dom
     subprocess.run([*command, f"--screenshot={picture}", url], capture_output=True, check=True, timeout=120)
     pixels = (matplotlib.image.imread(picture)[:, :, :3] * 255).round()
-    is_line = (abs(pixels - LINE_BLUE) < 8).all(axis=2)
+    is_line = (abs(pixels - LINE_BLUE) < 60).all(axis=2)
     halves = [is_line[:, :550], is_line[:, 550:]]
-    assert all(half[:450].sum() > 100 and half[450:].sum() > 30 for half in halves)  # a plot in each corner
+    assert all(half[:400].sum() > 100 and half[400:].sum() > 100 for half in halves)  # a plot in each corner

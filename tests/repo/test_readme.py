@@ -22,7 +22,7 @@ def _commands(program: str) -> list[list[str]]:
     found = []
     for document in DOCUMENTS:
         for block in re.findall(r"```bash\n(.*?)```", document, re.DOTALL):
-            for line in block.splitlines():
+            for line in block.replace("\\\n", " ").splitlines():
                 for part in line.split("#")[0].split("|"):
                     words = shlex.split(part) if part.count("'") % 2 == 0 else []
                     if words and Path(words[0]).name == program:

@@ -94,13 +94,15 @@ async def _measure(
     workload: Workload, target: Any, plan: BenchPlan, options: LoadOptions
 ) -> tuple[dict[str, Any], list[RequestRecord]]:
     progress = _Progress(options.duration_s)
-    result = await LoadRunner(workload, target, options, on_progress=progress.show).run()
+    runner = LoadRunner(workload, target, options, on_progress=progress.show, keep_requests=plan.measure_ideal)
+    result = await runner.run()
     progress.close()
     ideal = await _ideal(target, result) if plan.measure_ideal and not result.was_interrupted else None
     return report.summarize(result, plan.slo, ideal), result.records
 
 
 async def _ideal(target: Any, result: LoadResult) -> dict[tuple[int, int], int] | None:
+    click.echo(f"asking for the tokens of {len(result.requests)} prompts", err=True)
     prompts = await tokenize_all(target, result.requests)
     return None if prompts is None else ideal_cached_tokens(result.records, prompts)
 

@@ -1,5 +1,6 @@
 """How many prompt tokens one cache without limits would have served: what any cluster's hits are measured against."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 from pagoda.cluster.loadtest.records import LoadRequest, RequestRecord, Target
@@ -60,13 +61,16 @@ def ideal_cached_tokens(
 
 
 async def tokenize_all(
-    target: Target, requests: Mapping[tuple[int, int], LoadRequest]
+    target: Target, requests: Mapping[tuple[int, int], LoadRequest], *, at_once: int = 8
 ) -> dict[tuple[int, int], list[int]] | None:
-    """The prompts in tokens, one after the other; None if the server does not tell."""
-    prompts = {}
-    for key, request in requests.items():
-        tokens = await target.tokenize(request)
-        if tokens is None:
-            return None
-        prompts[key] = tokens
+    """The prompts in tokens; None if the server does not tell."""
+    prompts: dict[tuple[int, int], list[int]] = {}
+    items = list(requests.items())
+    for begin in range(0, len(items), at_once):
+        batch = items[begin : begin + at_once]
+        answers = await asyncio.gather(*(target.tokenize(request) for _, request in batch))
+        for (key, _), tokens in zip(batch, answers, strict=True):
+            if tokens is None:
+                return None
+            prompts[key] = tokens
     return prompts

@@ -16,6 +16,8 @@ _KEEPALIVE_S = 2.0
 """Shorter than servers': one that closes a connection just when it is used again would look like a failure."""
 _MAX_EVENT_BYTES = 8 * 2**20
 _MAX_DETAIL_BYTES = 2_000
+_PIECES_PER_TOKEN, _MORE_PIECES = 8, 64
+"""No server sends so many pieces; one that does would never end."""
 
 
 class TargetError(PagodaError):
@@ -81,9 +83,11 @@ class OpenAITarget:
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
-                self._http.post(f"{self.url}/v1/{path}", json=body) as response,
+                self._http.post(f"{self.url}/v1/{path}", json=body, allow_redirects=False) as response,
             ):
-                await self._read(response, answer)
+                await self._read(response, answer, _PIECES_PER_TOKEN * request.max_tokens + _MORE_PIECES)
+        except aiohttp.ServerTimeoutError as error:
+            raise SendError("refused", f"no connection within {_CONNECT_TIMEOUT_S:g} s") from error
         except TimeoutError as error:
             raise SendError("timeout", f"not answered within {self._timeout_s:g} s") from error
         except aiohttp.ClientConnectorError as error:
@@ -93,7 +97,7 @@ class OpenAITarget:
         except (aiohttp.ClientError, OSError) as error:
             raise SendError("reset", f"{type(error).__name__}: {error}") from error
 
-    async def _read(self, response: aiohttp.ClientResponse, answer: Answer) -> None:
+    async def _read(self, response: aiohttp.ClientResponse, answer: Answer, most_pieces: int) -> None:
         if response.status != 200:
             detail = await response.content.read(_MAX_DETAIL_BYTES)
             raise SendError(f"http_{response.status}", detail.decode(errors="replace"))
@@ -105,6 +109,8 @@ class OpenAITarget:
                 is_done = take_event(event, answer, now) or is_done
             if len(rest) > _MAX_EVENT_BYTES:
                 raise SendError("garbage", f"an event of more than {_MAX_EVENT_BYTES} bytes")
+            if len(answer.piece_s) > most_pieces:
+                raise SendError("garbage", "goes on and on beyond max_tokens")
         if rest.strip():
             is_done = take_event(rest, answer, self._clock()) or is_done
         if answer.finish_reason is None:

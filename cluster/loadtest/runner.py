@@ -1,8 +1,9 @@
 """Sends a workload on time and notes what comes back.
 
 Open loop: sessions begin when they are due, whatever the server does. Closed loop: so many sessions at a time, each
-followed by the next. Within a session a turn is due when the answer before it has ended and its pause is over.
-Nothing is sent that is due after the test's duration; what was sent is waited for.
+followed by the next; a second later if it failed, so that a dead server is not asked a thousand times a second.
+Within a session a turn is due when the answer before it has ended and its pause is over. Nothing is sent that is due
+after the test's duration; what was sent is waited for.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from pagoda.cluster.loadtest.workloads import Session, Workload
 
 _TICK_S = 0.02
 _SAY_PERIOD_S = 1.0
+_PAUSE_AFTER_FAILURE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class LoadResult:
 
     records: list[RequestRecord]
     requests: dict[tuple[int, int], LoadRequest]
-    """What was sent, by session and turn."""
+    """What was sent, by session and turn; empty if that was not to be kept."""
     duration_s: float
     """Until the last answer ended."""
     client_cpu_ratio: float
@@ -68,7 +70,7 @@ class LoadResult:
 
 
 class LoadRunner:
-    """One load test. `on_progress` is called every second."""
+    """One load test. `on_progress` is called every second; prompts of long tests are much to keep."""
 
     def __init__(
         self,
@@ -77,12 +79,14 @@ class LoadRunner:
         options: LoadOptions,
         *,
         on_progress: Callable[[LoadState], None] = lambda _: None,
+        keep_requests: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._workload = workload
         self._target = target
         self._options = options
         self._on_progress = on_progress
+        self._keep_requests = keep_requests
         self._clock = clock
         self._begin_s = 0.0
         self._state = LoadState()
@@ -139,7 +143,8 @@ class LoadRunner:
             for session in sessions:
                 if self._now() >= self._options.duration_s:
                     return
-                await self._converse(session, self._now())
+                if not await self._converse(session, self._now()):
+                    await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
 
         async with asyncio.TaskGroup() as running:
             for _ in range(self._options.concurrency or 0):
@@ -149,8 +154,8 @@ class LoadRunner:
         if (delay_s := due_s - self._now()) > 0:
             await asyncio.sleep(delay_s)
 
-    async def _converse(self, session: Session, start_s: float) -> None:
-        """Turn after turn, until one fails: there is no next question without an answer."""
+    async def _converse(self, session: Session, start_s: float) -> bool:
+        """Turn after turn, until one fails: there is no next question without an answer. Whether none did."""
         self._state.num_sessions += 1
         is_chat = not isinstance(session.turns[0].prompt, tuple)
         messages: list[Message] = [{"role": "system", "content": session.system}] if session.system else []
@@ -159,7 +164,7 @@ class LoadRunner:
             if index:
                 due_s = self._now() + turn.pause_s
                 if due_s >= self._options.duration_s:
-                    return
+                    break
                 await self._sleep_until(due_s)
             if is_chat:
                 messages.append({"role": "user", "content": str(turn.prompt)})
@@ -168,12 +173,14 @@ class LoadRunner:
                 request = LoadRequest(turn.max_tokens, prompt=turn.prompt)
             answer = await self._ask(request, session.number, index, due_s)
             if answer is None:
-                return
+                return False
             messages.append({"role": "assistant", "content": "".join(answer.text)})
+        return True
 
     async def _ask(self, request: LoadRequest, session: int, turn: int, due_s: float) -> Answer | None:
         """The answer; None if it failed."""
-        self._requests[session, turn] = request
+        if self._keep_requests:
+            self._requests[session, turn] = request
         answer, error, sent_s = Answer(), None, self._now()
         self._running[session, turn] = answer
         try:

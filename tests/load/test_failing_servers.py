@@ -53,6 +53,8 @@ FAILURES: dict[str, tuple[str, Script]] = {
     "counts of another kind": ("garbage", [head(), text("a", "stop"), event('{"choices": [], "usage": {"x": 1}}')]),
     "counts below zero": ("garbage", [head(), text("a", "stop"), usage(prompt=-1, output=1), DONE]),
     "not UTF-8": ("garbage", [head(), b"data: \xff\xfe{}\n\n"]),
+    "somewhere else": ("http_307", [b"HTTP/1.1 307 X\r\nLocation: /elsewhere\r\nConnection: close\r\n\r\n"]),
+    "goes on and on": ("garbage", [head(), *[text("a")] * 100_000]),
     "wrong length": ("reset", [b"HTTP/1.1 200 X\r\nContent-Length: 1000\r\n\r\n", text("a")]),
 }
 
@@ -86,7 +88,7 @@ async def test_failures_are_counted_by_kind(name: str) -> None:
     assert summary["succeeded_requests"] == 2
     assert summary["good_ratio"] == pytest.approx(2 / 3)
     assert summary["output_tokens"] == 4
-    assert summary["e2e_max_ms"] < 450  # those that failed are in no percentile
+    assert summary["e2e_max_ms"] < 480  # those that failed are in no percentile
 
 
 async def test_nobody_listens() -> None:

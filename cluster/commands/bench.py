@@ -1,6 +1,7 @@
 """`pagoda bench`: load on a server, and what came of it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from pagoda.cluster.loadtest.arrivals import ARRIVAL_KINDS
 from pagoda.cluster.loadtest.runner import LoadOptions
 from pagoda.cluster.loadtest.trace import TRACE_BLOCK_TOKENS, TraceWorkload, read_trace
 from pagoda.cluster.loadtest.workloads import (
+    FIRST_TOKEN_ID,
     AgentWorkload,
     ChatWorkload,
     RandomWorkload,
@@ -133,10 +135,15 @@ def trace(file: Path, max_rows: int | None, **options: Any) -> None:
     """Replay recorded traffic: JSON lines as Mooncake publishes them."""
     for name in ("speed", "output_scale"):
         require_in_range(name, options[name], 1e-6, 1e6)
+    if max_rows is not None:
+        require_in_range("max_rows", max_rows, 1, 10**9)
     recorded = read_trace(file, max_rows=max_rows)
-    if recorded.num_bad_lines:
-        click.echo(f"{recorded.num_bad_lines} lines of {file} left out; {recorded.first_problem}", err=True)
-    _run(lambda **lengths: TraceWorkload(recorded, **lengths), options, has_times=True)
+    num_bad = sum(recorded.bad_lines.values())
+    if num_bad:
+        click.echo(f"{num_bad} lines of {file} left out; {recorded.first_problem}", err=True)
+    notes = {"trace_lines": len(recorded.rows), "bad_trace_lines": num_bad}
+    notes |= {f"bad_trace_lines_{kind}": count for kind, count in recorded.bad_lines.items()}
+    _run(lambda **lengths: TraceWorkload(recorded, **lengths), options, has_times=True, notes=notes)
 
 
 @bench.command("compare")
@@ -148,8 +155,16 @@ def compare_(before: Path, after: Path) -> None:
         click.echo(line)
 
 
-def _run(make: Callable[..., Workload], options: dict[str, Any], *, has_times: bool = False) -> None:
-    plan = _plan(options, has_times=has_times)
+def _run(
+    make: Callable[..., Workload],
+    options: dict[str, Any],
+    *,
+    has_times: bool = False,
+    notes: dict[str, Any] | None = None,
+) -> None:
+    plan = replace(_plan(options, has_times=has_times), notes=notes or {})
+    if "vocab_size" in options:
+        require_in_range("vocab_size", options["vocab_size"], FIRST_TOKEN_ID + 1, 10**7)
     for name, value in options.items():  # what is left are lengths and counts
         if isinstance(value, int) and not isinstance(value, bool):
             require_in_range(name, value, 0 if name == "num_system_prompts" else 1, 10**7)
@@ -173,6 +188,8 @@ def _plan(options: dict[str, Any], *, has_times: bool) -> BenchPlan:
         raise ConfigError(given[1], f"cannot be given with --{given[0]}")
     if not given and not has_times:
         raise ConfigError("rate", "one of --rate, --rates and --concurrency is needed")
+    if common["api_key"] is not None and not (common["api_key"].isascii() and common["api_key"].isprintable()):
+        raise ConfigError("api_key", "must be printable ASCII")
     slo = {name: options.pop(f"slo_{name}_ms") for name in ("ttft", "tpot", "e2e")}
     for name, value in slo.items():
         if value is not None:

@@ -1,9 +1,10 @@
 """Runs what `pagoda bench` was asked for: one load test or one for each rate, with progress; writes what came of it."""
 
 import asyncio
+import resource
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from pagoda.cluster.loadtest.html import render
 from pagoda.cluster.loadtest.ideal import ideal_cached_tokens, tokenize_all
 from pagoda.cluster.loadtest.openai_target import OpenAITarget, TargetError
 from pagoda.cluster.loadtest.records import RequestRecord
-from pagoda.cluster.loadtest.runner import LoadOptions, LoadResult, LoadRunner, LoadState
+from pagoda.cluster.loadtest.runner import LoadOptions, LoadRunner, LoadState
 from pagoda.cluster.loadtest.workloads import Workload
+from pagoda.worker.errors import ConfigError
 
 _PAUSE_BETWEEN_RATES_S = 2.0
+_MAX_FILES = 65_536
 _SAY_EVERY_S = 5
 """Where nobody watches."""
 
@@ -43,12 +46,24 @@ class BenchPlan:
     measure_ideal: bool
     output: Path
     html: Path | None
+    notes: dict[str, Any] = field(default_factory=dict)
+    """More to say of the workload."""
 
 
 def run_bench(workload: Workload, plan: BenchPlan) -> bool:
     """Whether every request succeeded. Raises `TargetError` if there is no such server or model."""
+    _check_outputs(plan)
+    _raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_bench(workload, plan))
+
+
+def _raise_file_limit() -> None:
+    """Every stream is an open file, and shells often allow 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def _bench(workload: Workload, plan: BenchPlan) -> bool:
@@ -61,33 +76,50 @@ async def _bench(workload: Workload, plan: BenchPlan) -> bool:
         summary, records = await _measure(workload, target, plan, plan.options)
     finally:
         await target.close()
-    summary = {"workload": workload.name, "model": target.model, "seed": plan.options.seed} | summary
-    _save(plan, summary, records)
     for line in report.lines(summary):
         click.echo(line)
-    return not summary["failed_requests"]
+    summary = _head(workload, target, plan) | summary
+    _save(plan, summary, records, [record.as_json() for record in records])
+    return bool(summary["num_requests"]) and not summary["failed_requests"] and not summary["was_interrupted"]
+
+
+def _head(workload: Workload, target: Any, plan: BenchPlan) -> dict[str, Any]:
+    """What was measured."""
+    return {"workload": workload.name, "model": target.model, "seed": plan.options.seed} | plan.notes
 
 
 async def _ramp(workload: Workload, target: Any, plan: BenchPlan) -> bool:
     """Rate after rate, each with requests of its own, so that none profits from the one before it."""
     stages: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
     records: list[RequestRecord] = []
     for index, rate in enumerate(plan.rates):
-        if index:
-            await asyncio.sleep(_PAUSE_BETWEEN_RATES_S)
+        if index and await _was_cancelled(asyncio.sleep(_PAUSE_BETWEEN_RATES_S)):
+            break
         click.echo(f"{workload.name} on {target.model}: {rate:g} sessions/s", err=True)
         options = replace(plan.options, rate=rate, seed=plan.options.seed + index)
         summary, records = await _measure(workload, target, plan, options)
-        stages.append({"rate": rate} | summary)
+        stages.append({"rate": rate, "seed": options.seed} | summary)
+        requests += [{"stage": index} | record.as_json() for record in records]
         for line in report.lines(summary):
             click.echo(line)
         if summary["was_interrupted"]:
             break
-    result = {"workload": workload.name, "model": target.model, "seed": plan.options.seed}
-    result |= {"knee_rate": report.knee(stages), **stages[-1], "stages": stages}
-    _save(plan, result, records)
+    totals = {name: sum(stage[name] for stage in stages) for name in ("num_requests", "failed_requests")}
+    result = _head(workload, target, plan) | {"knee_rate": report.knee(stages)} | totals
     click.echo(f"knee: {result['knee_rate'] or 'below the lowest rate'}, the highest rate with 90 % of requests good")
-    return not any(stage["failed_requests"] for stage in stages)
+    _save(plan, result | {"stages": stages}, records, requests)
+    was_whole = len(stages) == len(plan.rates) and not stages[-1]["was_interrupted"]
+    return was_whole and not totals["failed_requests"]
+
+
+async def _was_cancelled(work: Awaitable[Any]) -> bool:
+    """Whether somebody pressed Ctrl-C meanwhile."""
+    try:
+        await work
+    except asyncio.CancelledError:
+        return True
+    return False
 
 
 async def _measure(
@@ -97,14 +129,17 @@ async def _measure(
     runner = LoadRunner(workload, target, options, on_progress=progress.show, keep_requests=plan.measure_ideal)
     result = await runner.run()
     progress.close()
-    ideal = await _ideal(target, result) if plan.measure_ideal and not result.was_interrupted else None
+    ideal: dict[tuple[int, int], int] | None = None
+
+    async def find_ideal() -> None:
+        nonlocal ideal
+        click.echo(f"asking for the tokens of {len(result.requests)} prompts (Ctrl-C goes on without)", err=True)
+        prompts = await tokenize_all(target, result.requests)
+        ideal = None if prompts is None else ideal_cached_tokens(result.records, prompts)
+
+    if plan.measure_ideal and not result.was_interrupted:
+        await _was_cancelled(find_ideal())
     return report.summarize(result, plan.slo, ideal), result.records
-
-
-async def _ideal(target: Any, result: LoadResult) -> dict[tuple[int, int], int] | None:
-    click.echo(f"asking for the tokens of {len(result.requests)} prompts", err=True)
-    prompts = await tokenize_all(target, result.requests)
-    return None if prompts is None else ideal_cached_tokens(result.records, prompts)
 
 
 def _target(plan: BenchPlan) -> Any:
@@ -129,14 +164,34 @@ async def _model(target: Any, wanted: str | None) -> str:
     return wanted or served[0]
 
 
-def _save(plan: BenchPlan, summary: dict[str, Any], records: Sequence[RequestRecord]) -> None:
-    compare.save(plan.output, compare.Run(summary, [record.as_json() for record in records]))
-    click.echo(f"wrote {plan.output} and {compare.requests_path(plan.output)}", err=True)
-    if plan.html is not None:
-        plan.html.parent.mkdir(parents=True, exist_ok=True)
-        title = f"{summary['workload']} on {summary['model']}"
-        plan.html.write_text(render(title, summary, records))
-        click.echo(f"wrote {plan.html}", err=True)
+def _check_outputs(plan: BenchPlan) -> None:
+    """Raises `ConfigError` now, not when all is done."""
+    if not plan.output.name:
+        raise ConfigError("output", f"cannot write {plan.output}: must be a file")
+    paths = {"output": [plan.output, compare.requests_path(plan.output)], "html": [plan.html] if plan.html else []}
+    if plan.html and plan.html.resolve() in [path.resolve() for path in paths["output"]]:
+        raise ConfigError("html", f"{plan.html} is where the figures go")
+    for name, outputs in paths.items():
+        for path in outputs:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.open("a").close()
+            except OSError as error:
+                raise ConfigError(name, f"cannot write {path}: {error.strerror}") from error
+
+
+def _save(
+    plan: BenchPlan, summary: dict[str, Any], records: Sequence[RequestRecord], requests: Sequence[dict[str, Any]]
+) -> None:
+    """`requests` go into a file, `records` are drawn."""
+    try:
+        compare.save(plan.output, compare.Run(summary, requests))
+        click.echo(f"wrote {plan.output} and {compare.requests_path(plan.output)}", err=True)
+        if plan.html is not None:
+            plan.html.write_text(render(f"{summary['workload']} on {summary['model']}", summary, records))
+            click.echo(f"wrote {plan.html}", err=True)
+    except OSError as error:
+        raise ConfigError("output", f"cannot write: {error}") from error
 
 
 class _Progress:

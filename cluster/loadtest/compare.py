@@ -41,6 +41,8 @@ class SameAnswers:
 
     num_equal: int
     num_different: int
+    num_other_prompt: int
+    """Not the same was asked: another workload or seed, or an earlier answer of the conversation was different."""
     num_in_one_only: int
 
 
@@ -71,19 +73,28 @@ def load(path: Path) -> Run:
 
 
 def same_answers(before: Run, after: Run) -> SameAnswers:
-    """Digests of answers, by session and turn."""
+    """By stage, session and turn."""
 
-    def digests(run: Run) -> dict[tuple[Any, Any], Any]:
+    def digests(run: Run) -> dict[tuple[str, ...], tuple[str, str]]:
         return {
-            (request.get("session"), request.get("turn")): request.get("text_digest")
+            tuple(str(request.get(name)) for name in ("stage", "session", "turn")): (
+                str(request.get("prompt_digest")),
+                str(request.get("text_digest")),
+            )
             for request in run.requests
             if request.get("error") is None
         }
 
     one, other = digests(before), digests(after)
-    both = one.keys() & other.keys()
-    num_equal = sum(one[key] == other[key] for key in both)
-    return SameAnswers(num_equal, len(both) - num_equal, len(one.keys() ^ other.keys()))
+    pairs = [(one[key], other[key]) for key in one.keys() & other.keys()]
+    same_prompt = [(a, b) for (asked, a), (also_asked, b) in pairs if asked == also_asked]
+    num_equal = sum(a == b for a, b in same_prompt)
+    return SameAnswers(
+        num_equal,
+        len(same_prompt) - num_equal,
+        num_other_prompt=len(pairs) - len(same_prompt),
+        num_in_one_only=len(one.keys() ^ other.keys()),
+    )
 
 
 def lines(before: Run, after: Run) -> list[str]:
@@ -97,6 +108,7 @@ def lines(before: Run, after: Run) -> list[str]:
         text.append(f"{name:>24} {old:12,.2f} {new:12,.2f} {ratio}")
     same = same_answers(before, after)
     text.append(
-        f"answers: {same.num_equal} equal, {same.num_different} different, {same.num_in_one_only} in one run only"
+        f"answers: {same.num_equal} equal, {same.num_different} different, {same.num_other_prompt} to other prompts, "
+        f"{same.num_in_one_only} in one run only"
     )
     return text

@@ -11,6 +11,8 @@ from pagoda.proto import inference_pb2 as pb
 from pagoda.proto.inference_pb2_grpc import InferenceStub
 
 _SHORT_TIMEOUT_S = 10.0
+_TOKENIZE_TIMEOUT_S = 30.0
+_SIGNS_OF_RESET = ("recvmsg", "Stream removed", "Socket closed", "Broken pipe")
 _MAX_MESSAGE_BYTES = 64 * 2**20
 
 
@@ -88,7 +90,7 @@ class GrpcTarget:
             assert isinstance(request.prompt, str)
             what.text = request.prompt
         try:
-            answer = await self._stub.Tokenize(what, timeout=self._timeout_s)
+            answer = await self._stub.Tokenize(what, timeout=min(self._timeout_s, _TOKENIZE_TIMEOUT_S))
         except grpc.aio.AioRpcError:
             return None
         return list(answer.token_ids)
@@ -102,7 +104,9 @@ def _kind(error: grpc.aio.AioRpcError) -> str:
     match error.code():
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return "timeout"
-        case grpc.StatusCode.UNAVAILABLE if "connect" in (error.details() or "").lower():
+        case grpc.StatusCode.UNAVAILABLE if (error.details() or "").startswith("failed to connect"):
             return "refused"
+        case grpc.StatusCode.UNAVAILABLE if any(sign in (error.details() or "") for sign in _SIGNS_OF_RESET):
+            return "reset"
         case code:
             return f"grpc_{code.name.lower()}"

@@ -1,9 +1,11 @@
 """A server with the OpenAI HTTP API, whoever made it. Nothing it answers may stop a load test."""
 
 import asyncio
+import errno
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -14,6 +16,8 @@ from pagoda.worker.errors import PagodaError
 _CONNECT_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 2.0
 """Shorter than servers': one that closes a connection just when it is used again would look like a failure."""
+_TOKENIZE_TIMEOUT_S = 30.0
+_EOF_WAIT_S = 0.05
 _MAX_EVENT_BYTES = 8 * 2**20
 _MAX_DETAIL_BYTES = 2_000
 _PIECES_PER_TOKEN, _MORE_PIECES = 8, 64
@@ -62,10 +66,11 @@ class OpenAITarget:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S), self._http.get(f"{self.url}/v1/models") as response:
                 if response.status != 200:
                     raise TargetError(f"{self.url}/v1/models answers {response.status}")
-                return [str(model["id"]) for model in json.loads(await response.read())["data"]]
+                names = [str(model["id"]) for model in json.loads(await response.read())["data"]]
+                return [name.encode(errors="replace").decode() for name in names]
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise TargetError(f"no server at {self.url}: {error or type(error).__name__}") from error
-        except (ValueError, KeyError, TypeError) as error:
+            raise TargetError(f"no server at {self.url}: {str(error) or type(error).__name__}") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise TargetError(f"{self.url} does not answer as an OpenAI API does") from error
 
     async def send(self, request: LoadRequest, answer: Answer) -> None:
@@ -91,18 +96,20 @@ class OpenAITarget:
         except TimeoutError as error:
             raise SendError("timeout", f"not answered within {self._timeout_s:g} s") from error
         except aiohttp.ClientConnectorError as error:
-            raise SendError("refused", str(error)) from error
+            is_ours = error.os_error.errno in (errno.EMFILE, errno.ENFILE)
+            raise SendError("client" if is_ours else "refused", str(error)) from error
         except (aiohttp.ClientResponseError, aiohttp.InvalidURL, ValueError) as error:
             raise SendError("garbage", f"{type(error).__name__}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise SendError("reset", f"{type(error).__name__}: {error}") from error
+            is_content = isinstance(error.__cause__, aiohttp.http_exceptions.ContentEncodingError)
+            raise SendError("garbage" if is_content else "reset", f"{type(error).__name__}: {error}") from error
 
     async def _read(self, response: aiohttp.ClientResponse, answer: Answer, most_pieces: int) -> None:
         if response.status != 200:
             detail = await response.content.read(_MAX_DETAIL_BYTES)
             raise SendError(f"http_{response.status}", detail.decode(errors="replace"))
-        rest, is_done = b"", False
-        async for data in response.content.iter_any():
+        rest, is_done, parts = b"", False, response.content
+        while not is_done and (data := await parts.readany()):
             now = self._clock()
             *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
             for event in events:
@@ -111,10 +118,15 @@ class OpenAITarget:
                 raise SendError("garbage", f"an event of more than {_MAX_EVENT_BYTES} bytes")
             if len(answer.piece_s) > most_pieces:
                 raise SendError("garbage", "goes on and on beyond max_tokens")
-        if rest.strip():
-            is_done = take_event(rest, answer, self._clock()) or is_done
+        if rest.strip() and not is_done:
+            is_done = take_event(rest, answer, self._clock())
+        answer.end_s = self._clock()
         if answer.finish_reason is None:
             raise SendError("cut" if not is_done or answer.piece_s else "garbage", "ended without a finish reason")
+        if not parts.at_eof():  # so that the connection can be used again; who keeps it open loses it
+            with suppress(aiohttp.ClientError, TimeoutError):
+                async with asyncio.timeout(_EOF_WAIT_S):
+                    await parts.readany()
 
     async def tokenize(self, request: LoadRequest) -> list[int] | None:
         if not request.messages and not isinstance(request.prompt, str):
@@ -122,12 +134,15 @@ class OpenAITarget:
         body: dict[str, Any] = {"model": self.model}
         body |= {"messages": list(request.messages)} if request.messages else {"prompt": request.prompt}
         try:
-            async with asyncio.timeout(self._timeout_s), self._http.post(f"{self.url}/tokenize", json=body) as response:
+            async with (
+                asyncio.timeout(min(self._timeout_s, _TOKENIZE_TIMEOUT_S)),
+                self._http.post(f"{self.url}/tokenize", json=body) as response,
+            ):
                 if response.status != 200:
                     return None
                 tokens = json.loads(await response.read())["tokens"]
-                return [int(token) for token in tokens]
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError):
+                return [_count(token) for token in tokens]
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
 
@@ -152,18 +167,20 @@ def take_event(event: bytes, answer: Answer, now: float) -> bool:
         for choice in chunk["choices"]:
             text = choice["delta"].get("content") if "delta" in choice else choice["text"]
             reason = choice.get("finish_reason")
+            if not isinstance(text, str | None) or not isinstance(reason, str | None):
+                raise TypeError("text and finish_reason are strings")
             if text:
-                answer.text.append(str(text))
+                answer.text.append(text)
             if text or (reason and not answer.piece_s):  # an answer may be one token without text
                 answer.piece_s.append(now)
             if reason:
-                answer.finish_reason = str(reason)
+                answer.finish_reason = reason
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SendError("garbage", f"{type(error).__name__} in {data[:200]!r}") from error
     return False
 
 
 def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
         raise ValueError(f"{value!r} is no count")
     return value

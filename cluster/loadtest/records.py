@@ -7,6 +7,7 @@ Kinds of failure:
     http_CODE    a status, such as http_429    grpc_CODE   the same of gRPC, such as grpc_resource_exhausted
     error_event  an error within a stream    garbage    an answer that is none
     interrupted  the load test was stopped
+    client       this client could not send it
 """
 
 import hashlib
@@ -35,6 +36,8 @@ class Answer:
     text: list[str] = field(default_factory=list)
     piece_s: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    end_s: float | None = None
+    """When it was whole, if a target knows better than that `send` returned."""
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
     num_output_tokens: int | None = None
@@ -79,6 +82,8 @@ class RequestRecord:
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
     num_output_tokens: int = 0
+    prompt_digest: str = ""
+    """Of what was asked."""
     text_digest: str = ""
     """Of the answer's text: equal digests, equal answers."""
     error: str | None = None
@@ -106,7 +111,15 @@ class RequestRecord:
 
 
 def record_of(
-    answer: Answer, session: int, turn: int, *, intended_s: float, sent_s: float, end_s: float, error: SendError | None
+    request: LoadRequest,
+    answer: Answer,
+    session: int,
+    turn: int,
+    *,
+    intended_s: float,
+    sent_s: float,
+    end_s: float,
+    error: SendError | None,
 ) -> RequestRecord:
     """What is kept of an answer. One without any text or finish reason has failed, whatever the server says."""
     times = answer.piece_s
@@ -121,7 +134,12 @@ def record_of(
         num_prompt_tokens=answer.num_prompt_tokens,
         num_cached_tokens=answer.num_cached_tokens,
         num_output_tokens=len(times) if answer.num_output_tokens is None else answer.num_output_tokens,
-        text_digest=hashlib.sha256("".join(answer.text).encode("utf-8", "surrogatepass")).hexdigest()[:16],
+        prompt_digest=_digest(repr((request.messages, request.prompt, request.max_tokens))),
+        text_digest=_digest("".join(answer.text)),
         error=None if error is None else error.kind,
         detail="" if error is None else error.detail,
     )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

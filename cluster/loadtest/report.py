@@ -13,7 +13,10 @@ from pagoda.cluster.loadtest.runner import LoadResult
 PERCENTILES = (50, 90, 95, 99)
 MAX_CPU_RATIO = 0.9
 MAX_LAG_P99_S = 0.05
-"""A client above either measures itself."""
+MAX_LATE_P99_S = 0.05
+"""A client above one of these measures itself."""
+LEAST_CPU_TIME_S = 1.0
+"""A shorter test says nothing of the client's load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +97,13 @@ def _hits(good: Sequence[RequestRecord], ideal: Mapping[tuple[int, int], int] | 
 def _client(result: LoadResult) -> dict[str, Any]:
     lateness = [record.sent_s - record.intended_s for record in result.records]
     lag_p99 = float(np.percentile(result.tick_lag_s, 99)) if result.tick_lag_s else 0.0
+    late_p99 = float(np.percentile(lateness, 99)) if lateness else 0.0
+    is_busy = result.client_cpu_ratio > MAX_CPU_RATIO and result.duration_s >= LEAST_CPU_TIME_S
     return {
-        "sent_late_p99_ms": float(np.percentile(lateness, 99)) * 1e3 if lateness else None,
+        "sent_late_p99_ms": late_p99 * 1e3 if lateness else None,
         "client_cpu_ratio": result.client_cpu_ratio,
         "client_lag_p99_ms": lag_p99 * 1e3,
-        "client_is_bottleneck": result.client_cpu_ratio > MAX_CPU_RATIO or lag_p99 > MAX_LAG_P99_S,
+        "client_is_bottleneck": is_busy or lag_p99 > MAX_LAG_P99_S or late_p99 > MAX_LATE_P99_S,
         "was_interrupted": result.was_interrupted,
     }
 
@@ -117,7 +122,7 @@ def knee(stages: Sequence[Mapping[str, Any]], *, least_good_ratio: float = 0.9) 
     """The highest of rising rates up to which so many requests were good at every one; None if not even the first."""
     best = None
     for stage in stages:
-        if (stage["good_ratio"] or 0.0) < least_good_ratio:
+        if stage["was_interrupted"] or (stage["good_ratio"] or 0.0) < least_good_ratio:
             break
         best = float(stage["rate"])
     return best
@@ -153,8 +158,12 @@ def lines(summary: Mapping[str, Any]) -> list[str]:
     if summary["client_is_bottleneck"]:
         text.append(
             f"WARNING: this client had too much to do ({percent('client_cpu_ratio')} of a core, timers "
-            f"{number('client_lag_p99_ms')} ms late): these figures are its own"
+            f"{number('client_lag_p99_ms')} and requests {number('sent_late_p99_ms')} ms late): figures are its own"
         )
+    if summary["was_interrupted"]:
+        text.append("interrupted: figures are of what had ended by then")
+    if not summary["num_requests"]:
+        text.append("nothing was due within the duration")
     return text
 
 

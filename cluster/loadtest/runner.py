@@ -151,18 +151,17 @@ class LoadRunner:
                 running.create_task(one_after_the_other())
 
     async def _sleep_until(self, due_s: float) -> None:
-        if (delay_s := due_s - self._now()) > 0:
-            await asyncio.sleep(delay_s)
+        await asyncio.sleep(max(0.0, due_s - self._now()))  # also if late: others have to go on
 
     async def _converse(self, session: Session, start_s: float) -> bool:
         """Turn after turn, until one fails: there is no next question without an answer. Whether none did."""
         self._state.num_sessions += 1
         is_chat = not isinstance(session.turns[0].prompt, tuple)
         messages: list[Message] = [{"role": "system", "content": session.system}] if session.system else []
-        due_s = start_s
+        due_s = ended_s = start_s
         for index, turn in enumerate(session.turns):
             if index:
-                due_s = self._now() + turn.pause_s
+                due_s = ended_s + turn.pause_s
                 if due_s >= self._options.duration_s:
                     break
                 await self._sleep_until(due_s)
@@ -174,6 +173,7 @@ class LoadRunner:
             answer = await self._ask(request, session.number, index, due_s)
             if answer is None:
                 return False
+            ended_s = self._now() if answer.end_s is None else answer.end_s - self._begin_s
             messages.append({"role": "assistant", "content": "".join(answer.text)})
         return True
 
@@ -190,9 +190,14 @@ class LoadRunner:
         except asyncio.CancelledError:
             error = SendError("interrupted", "the load test was stopped")
             raise
+        except Exception as problem:  # noqa: BLE001  (whatever goes wrong with one request, the others go on)
+            error = SendError("client", f"{type(problem).__name__}: {problem}")
         finally:
             answer.piece_s = [at - self._begin_s for at in answer.piece_s]
-            record = record_of(answer, session, turn, intended_s=due_s, sent_s=sent_s, end_s=self._now(), error=error)
+            end_s = self._now() if answer.end_s is None or error else answer.end_s - self._begin_s
+            record = record_of(
+                request, answer, session, turn, intended_s=due_s, sent_s=sent_s, end_s=end_s, error=error
+            )
             del self._running[session, turn]
             self._note(record)
         return answer if error is None else None

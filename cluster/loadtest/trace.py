@@ -6,8 +6,9 @@ equal tokens, so that prefixes are shared as they were. Times, block size and le
 
 import json
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from pagoda.cluster.loadtest.workloads import Session, TokenIds, Turn, random_id
 from pagoda.worker.errors import ConfigError
 
 TRACE_BLOCK_TOKENS = 512
+MAX_TOKENS = 10_000_000
+"""Of one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +35,23 @@ class Trace:
     """What a file holds; lines that are none are counted, not replayed."""
 
     rows: tuple[TraceRow, ...]
-    num_bad_lines: int
+    bad_lines: Mapping[str, int] = field(default_factory=dict)
+    """How many, by the field that is wrong; `json` for what is no object."""
     first_problem: str = ""
+
+
+class _BadLineError(ValueError):
+    """A line that is no request. `kind` is its wrong field."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
 
 
 def read_trace(path: Path, *, max_rows: int | None = None) -> Trace:
     """Read a file. Raises `ConfigError` if it cannot be read or has no row at all."""
     rows: list[TraceRow] = []
-    num_bad, problem = 0, ""
+    bad, problem = Counter[str](), ""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, 1):
@@ -49,30 +61,30 @@ def read_trace(path: Path, *, max_rows: int | None = None) -> Trace:
                     continue
                 try:
                     rows.append(_row(line))
-                except ValueError as error:
-                    num_bad += 1
+                except _BadLineError as error:
+                    bad[error.kind] += 1
                     problem = problem or f"line {number}: {error}"
     except OSError as error:
         raise ConfigError("trace", f"cannot read {path}: {error.strerror}") from error
     if not rows:
         raise ConfigError("trace", f"{path} holds no request" + (f"; {problem}" if problem else ""))
-    return Trace(tuple(sorted(rows, key=lambda row: row.time_s)), num_bad, problem)
+    return Trace(tuple(sorted(rows, key=lambda row: row.time_s)), dict(bad), problem)
 
 
 def _row(line: str) -> TraceRow:
-    """Raises `ValueError` naming the field."""
+    """Raises `_BadLineError`."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not JSON ({error})") from error
+        raise _BadLineError("json", str(error)) from error
     if not isinstance(row, dict):
-        raise ValueError("is not an object")
+        raise _BadLineError("json", "must be an object")
     ids = row.get("hash_ids", [])
     if not isinstance(ids, list) or not all(_is_count(value) for value in ids):
-        raise ValueError("hash_ids: must be a list of integers of at least 0")
+        raise _BadLineError("hash_ids", "must be a list of integers of at least 0")
     time_ms = row.get("timestamp")
     if isinstance(time_ms, bool) or not isinstance(time_ms, int | float) or not 0 <= time_ms < 1e15:
-        raise ValueError("timestamp: must be milliseconds, at least 0")
+        raise _BadLineError("timestamp", "must be milliseconds, at least 0")
     return TraceRow(time_ms / 1e3, _count(row, "input_length"), _count(row, "output_length"), tuple(ids))
 
 
@@ -80,10 +92,10 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _count(row: dict[str, Any], field: str) -> int:
-    value = row.get(field)
-    if not _is_count(value) or not value:
-        raise ValueError(f"{field}: must be an integer of at least 1")
+def _count(row: dict[str, Any], name: str) -> int:
+    value = row.get(name, 0)
+    if not _is_count(value) or not 1 <= value <= MAX_TOKENS:
+        raise _BadLineError(name, f"must be an integer between 1 and {MAX_TOKENS}")
     return int(value)
 
 

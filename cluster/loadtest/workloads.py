@@ -5,6 +5,7 @@ many of them are taken. Lengths are in tokens; text counts a token a word, which
 """
 
 import random
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -138,7 +139,7 @@ class RandomWorkload:
 
 def random_ids(count: int, vocab_size: int, draw: random.Random) -> TokenIds:
     span = vocab_size - FIRST_TOKEN_ID
-    return tuple(FIRST_TOKEN_ID + int(draw.random() * span) for _ in range(count))
+    return tuple(FIRST_TOKEN_ID + number % span for (number,) in struct.iter_unpack("<I", draw.randbytes(4 * count)))
 
 
 def _numbered(seed: int) -> Iterator[tuple[int, random.Random]]:

@@ -52,6 +52,9 @@ FAILURES: dict[str, tuple[str, Script]] = {
     "choices of another kind": ("garbage", [head(), event('{"choices": [7]}')]),
     "counts of another kind": ("garbage", [head(), text("a", "stop"), event('{"choices": [], "usage": {"x": 1}}')]),
     "counts below zero": ("garbage", [head(), text("a", "stop"), usage(prompt=-1, output=1), DONE]),
+    "counts beyond all": ("garbage", [head(), text("a", "stop"), usage(prompt=1, output=10**401), DONE]),
+    "text of another kind": ("garbage", [head(), event({"choices": [{"text": ["a"], "finish_reason": "stop"}]}), DONE]),
+    "bad gzip": ("garbage", [head()[:-2] + b"Content-Encoding: gzip\r\n\r\n", b"no gzip at all" * 10]),
     "not UTF-8": ("garbage", [head(), b"data: \xff\xfe{}\n\n"]),
     "somewhere else": ("http_307", [b"HTTP/1.1 307 X\r\nLocation: /elsewhere\r\nConnection: close\r\n\r\n"]),
     "goes on and on": ("garbage", [head(), *[text("a")] * 100_000]),
@@ -121,6 +124,44 @@ async def test_pieces_and_counts() -> None:
         assert len(answer.piece_s) == 2
         assert (answer.num_prompt_tokens, answer.num_cached_tokens, answer.num_output_tokens) == (7, 4, 5)
         assert server.bodies[0]["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize("behind", [[HANG], [0.3], [b": and so on\n\n" * 1000, 0.3]], ids=["open", "late", "more"])
+async def test_an_answer_ends_where_it_says_so(behind: list[Any]) -> None:
+    """Scenario: a server, or a proxy before it, closes connections late. Times per token must not know of it."""
+    async with scripted_server(lambda *_: [*answered("a", "b"), *behind]) as server:
+        summary = await load(server.url, ("good", "good"))
+    assert summary["succeeded_requests"] == 2
+    assert summary["e2e_max_ms"] < 250
+
+
+async def test_whatever_goes_wrong_with_one_request_the_others_go_on() -> None:
+    class Broken:
+        async def send(self, request: LoadRequest, answer: Answer) -> None:
+            if request.prompt == (1001,):
+                raise ZeroDivisionError("by chance")
+            answer.piece_s.append(0.0)
+            answer.finish_reason = "stop"
+
+    result = await LoadRunner(Questions(("a", "b", "c")), Broken(), LoadOptions(as_recorded=True)).run()  # type: ignore[arg-type]
+    assert sorted(str(record.error) for record in result.records) == ["None", "None", "client"]
+
+
+TOKENS = {
+    "infinite": [head(), b'{"tokens": [1, Infinity]}'],
+    "deep": [head(), b"[" * 200_000],
+    "of text": [head(), b'{"tokens": ["a"]}'],
+    "none": [head(404)],
+    "reset": [RESET],
+}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+async def test_server_that_cannot_tell_tokens(name: str) -> None:
+    async with scripted_server(lambda *_: TOKENS[name]) as server:
+        target = OpenAITarget(server.url, model="m")
+        assert await target.tokenize(LoadRequest(1, prompt="a")) is None
+        await target.close()
 
 
 async def test_latency_counts_from_when_it_was_due() -> None:

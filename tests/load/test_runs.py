@@ -110,6 +110,22 @@ async def test_nothing_is_sent_that_is_due_after_the_end() -> None:
     assert [(record.session, record.turn) for record in result.records] == [(0, 0), (1, 0)]
 
 
+async def test_more_sessions_than_can_be_sent_stop_nothing_else() -> None:
+    """Scenario: sessions are due faster than they can be made. What was sent must go on, and a stop must stop."""
+    sent = asyncio.Event()
+
+    class Target:
+        async def send(self, _: LoadRequest, answer: Any) -> None:
+            sent.set()
+            answer.finish_reason = "stop"
+
+    options = LoadOptions(rate=1e6, duration_s=60.0)
+    task = asyncio.create_task(LoadRunner(RandomWorkload(4, 4), Target(), options).run())  # type: ignore[arg-type]
+    await sent.wait()
+    task.cancel()
+    assert (await task).was_interrupted
+
+
 async def test_what_runs_when_it_is_stopped_counts_as_interrupted() -> None:
     states: list[LoadState] = []
     async with scripted_server(lambda *_: [head(), delta("a"), HANG]) as server:
@@ -163,6 +179,17 @@ def test_a_client_with_too_much_to_do_says_so(changes: dict[str, Any]) -> None:
     assert "WARNING" in report.lines(summary)[-1]
 
 
+def test_a_client_that_sends_late_says_so() -> None:
+    """Scenario: bursts of hundreds. On average the client is idle, but nothing leaves when it is due."""
+    summary = report.summarize(result(record(), record(intended_s=1.0, sent_s=1.4)), report.Slo())
+    assert summary["client_is_bottleneck"]
+
+
+def test_a_short_test_says_nothing_of_its_client() -> None:
+    summary = report.summarize(result(record(), client_cpu_ratio=1.0, duration_s=0.1), report.Slo())
+    assert not summary["client_is_bottleneck"]
+
+
 def test_slo_of_each_kind() -> None:
     one = record()
     assert report.Slo(1.0, 0.5, 3.0).is_met(one)
@@ -174,10 +201,14 @@ def test_slo_of_each_kind() -> None:
 
 
 def test_knee() -> None:
-    stages = [{"rate": rate, "good_ratio": ratio} for rate, ratio in ((1, 1.0), (2, 0.9), (4, 0.5), (8, 0.95))]
+    def stage(rate: float, good_ratio: float | None, *, was_interrupted: bool = False) -> dict[str, Any]:
+        return {"rate": rate, "good_ratio": good_ratio, "was_interrupted": was_interrupted}
+
+    stages = [stage(1, 1.0), stage(2, 0.9), stage(4, 0.5), stage(8, 0.95)]
     assert report.knee(stages) == 2
     assert report.knee(stages[2:]) is None
-    assert report.knee([{"rate": 1, "good_ratio": None}]) is None
+    assert report.knee([stage(1, None)]) is None
+    assert report.knee([stage(1, 1.0), stage(2, 1.0, was_interrupted=True)]) == 1
 
 
 def test_unlimited_cache() -> None:
@@ -210,8 +241,16 @@ def test_compare(tmp_path: Path) -> None:
     )
     outcome = CliRunner().invoke(main, ["bench", "compare", str(before), str(after)])
     assert outcome.exit_code == 0
-    assert "answers: 1 equal, 1 different, 1 in one run only" in outcome.output
+    assert "answers: 1 equal, 1 different, 0 to other prompts, 1 in one run only" in outcome.output
     assert "ttft_p50_ms     1,000.00     1,000.00    1.000" in outcome.output
+
+
+def test_compare_of_other_workloads(tmp_path: Path) -> None:
+    """Answers to other prompts are no differing answers."""
+    before = saved(tmp_path / "a.json", record(prompt_digest="p", text_digest="x"))
+    after = saved(tmp_path / "b.json", record(prompt_digest="q", text_digest="z"))
+    same = compare.same_answers(compare.load(before), compare.load(after))
+    assert same == compare.SameAnswers(0, 0, num_other_prompt=1, num_in_one_only=0)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"a": 1}\n{'])
@@ -237,14 +276,20 @@ BAD_OPTIONS = {
     "--rate 1 --pause-s -1": "--pause-s: must be between",
     "--rate 1 --output-tokens -5": "--output-tokens: must be between",
     "--rate 1 --timeout-s 0": "--timeout-s: must be between",
+    "--rate 1 --output /proc/none/load.json": "--output: cannot write /proc/none",
+    "--rate 1 --output /": "--output: cannot write /",
+    "--rate 1 --html /proc/none/load.html": "--html: cannot write /proc/none",
+    "--rate 1 --output load.json --html load.json": "--html: load.json is where the figures go",
+    "--rate 1 --api-key a\u2028b": "--api-key: must be printable ASCII",
     "--rate 1 --url http://127.0.0.1:1": "no server at http://127.0.0.1:1",
     "--rate 1 --grpc 127.0.0.1:1": "no server at 127.0.0.1:1",
 }
 
 
 @pytest.mark.parametrize("options", BAD_OPTIONS)
-def test_bad_options(options: str) -> None:
-    outcome = CliRunner().invoke(main, ["bench", "chat", *options.split()])
+def test_bad_options(options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = CliRunner().invoke(main, ["bench", "chat", *options.split(" ")] if options else ["bench", "chat"])
     assert (outcome.exit_code, BAD_OPTIONS[options] in outcome.output) == (1, True), outcome.output
 
 
@@ -281,4 +326,6 @@ async def test_rates_one_after_the_other(tmp_path: Path) -> None:
         await pagoda(*command, "--output-tokens", "1", "--output", str(output))
     summary = json.loads(output.read_text())
     assert [stage["rate"] for stage in summary["stages"]] == [20, 40]
+    assert len(compare.load(output).requests) == sum(stage["num_requests"] for stage in summary["stages"])
+    assert summary["failed_requests"] == 0
     assert summary["knee_rate"] == 40

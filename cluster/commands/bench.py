@@ -137,6 +137,10 @@ def trace(file: Path, max_rows: int | None, **options: Any) -> None:
         require_in_range(name, options[name], 1e-6, 1e6)
     if max_rows is not None:
         require_in_range("max_rows", max_rows, 1, 10**9)
+    for name in ("output", "html"):
+        path = options[name]
+        if path is not None and file.resolve() in (path.resolve(), path.with_suffix(".requests.jsonl").resolve()):
+            raise ConfigError(name, f"{path} would overwrite the trace")
     recorded = read_trace(file, max_rows=max_rows)
     num_bad = sum(recorded.bad_lines.values())
     if num_bad:

@@ -76,10 +76,12 @@ async def _bench(workload: Workload, plan: BenchPlan) -> bool:
         summary, records = await _measure(workload, target, plan, plan.options)
     finally:
         await target.close()
-    for line in report.lines(summary):
-        click.echo(line)
     summary = _head(workload, target, plan) | summary
-    _save(plan, summary, records, [record.as_json() for record in records])
+    try:
+        _save(plan, summary, records, [record.as_json() for record in records])
+    finally:  # behind it, since whoever reads this may have hung up
+        for line in report.lines(summary):
+            click.echo(line)
     return bool(summary["num_requests"]) and not summary["failed_requests"] and not summary["was_interrupted"]
 
 
@@ -107,8 +109,8 @@ async def _ramp(workload: Workload, target: Any, plan: BenchPlan) -> bool:
             break
     totals = {name: sum(stage[name] for stage in stages) for name in ("num_requests", "failed_requests")}
     result = _head(workload, target, plan) | {"knee_rate": report.knee(stages)} | totals
-    click.echo(f"knee: {result['knee_rate'] or 'below the lowest rate'}, the highest rate with 90 % of requests good")
     _save(plan, result | {"stages": stages}, records, requests)
+    click.echo(f"knee: {result['knee_rate'] or 'below the lowest rate'}, the highest rate with 90 % of requests good")
     was_whole = len(stages) == len(plan.rates) and not stages[-1]["was_interrupted"]
     return was_whole and not totals["failed_requests"]
 
@@ -175,7 +177,10 @@ def _check_outputs(plan: BenchPlan) -> None:
         for path in outputs:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                was_there = path.exists()
                 path.open("a").close()
+                if not was_there:
+                    path.unlink()
             except OSError as error:
                 raise ConfigError(name, f"cannot write {path}: {error.strerror}") from error
 
@@ -188,7 +193,8 @@ def _save(
         compare.save(plan.output, compare.Run(summary, requests))
         click.echo(f"wrote {plan.output} and {compare.requests_path(plan.output)}", err=True)
         if plan.html is not None:
-            plan.html.write_text(render(f"{summary['workload']} on {summary['model']}", summary, records))
+            page = render(f"{summary['workload']} on {summary['model']}", summary, records)
+            plan.html.write_text(page, encoding="utf-8")
             click.echo(f"wrote {plan.html}", err=True)
     except OSError as error:
         raise ConfigError("output", f"cannot write: {error}") from error

@@ -54,15 +54,15 @@ def requests_path(path: Path) -> Path:
 def save(path: Path, run: Run) -> None:
     """Write the summary to `path` and the requests beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(run.summary, indent=2) + "\n")
-    requests_path(path).write_text("".join(json.dumps(request) + "\n" for request in run.requests))
+    path.write_text(json.dumps(run.summary, indent=2) + "\n", encoding="utf-8")
+    requests_path(path).write_text("".join(json.dumps(request) + "\n" for request in run.requests), encoding="utf-8")
 
 
 def load(path: Path) -> Run:
     """Read a run. Raises `ConfigError`."""
     try:
-        summary = json.loads(path.read_text())
-        requests = [json.loads(line) for line in requests_path(path).read_text().splitlines()]
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        requests = [json.loads(line) for line in requests_path(path).read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise ConfigError("run", f"cannot read {error.filename}: {error.strerror}") from error
     except ValueError as error:
@@ -99,16 +99,24 @@ def same_answers(before: Run, after: Run) -> SameAnswers:
 
 def lines(before: Run, after: Run) -> list[str]:
     """For people to read."""
-    text = [f"{'':>24} {'before':>12} {'after':>12} {'ratio':>8}"]
-    for name in COMPARED:
-        old, new = before.summary.get(name), after.summary.get(name)
-        if not isinstance(old, int | float) or not isinstance(new, int | float):
-            continue
-        ratio = f"{new / old:8.3f}" if old else f"{'-':>8}"
-        text.append(f"{name:>24} {old:12,.2f} {new:12,.2f} {ratio}")
+    text = [f"{'':>24} {'before':>12} {'after':>12} {'ratio':>8}", *_figures(before.summary, after.summary)]
+    stages = {stage["rate"]: stage for stage in before.summary.get("stages", ())}
+    for stage in after.summary.get("stages", ()):
+        if stage["rate"] in stages:
+            text += [f"{stage['rate']:g} sessions/s", *_figures(stages[stage["rate"]], stage)]
     same = same_answers(before, after)
     text.append(
         f"answers: {same.num_equal} equal, {same.num_different} different, {same.num_other_prompt} to other prompts, "
         f"{same.num_in_one_only} in one run only"
     )
+    return text
+
+
+def _figures(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    text = []
+    for name in COMPARED:
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, int | float) and isinstance(new, int | float):
+            ratio = f"{new / old:8.3f}" if old else f"{'-':>8}"
+            text.append(f"{name:>24} {old:12,.2f} {new:12,.2f} {ratio}")
     return text

@@ -13,6 +13,7 @@ from pagoda.proto.inference_pb2_grpc import InferenceStub
 _SHORT_TIMEOUT_S = 10.0
 _TOKENIZE_TIMEOUT_S = 30.0
 _SIGNS_OF_RESET = ("recvmsg", "Stream removed", "Socket closed", "Broken pipe")
+_MOST_MESSAGES = 10_000
 _MAX_MESSAGE_BYTES = 64 * 2**20
 
 
@@ -60,11 +61,15 @@ class GrpcTarget:
             if request.messages
             else self._stub.Generate(self._generate(request, sampling), timeout=self._timeout_s)
         )
+        num_messages = 0
         try:
             async for piece in call:
                 if piece.text or (piece.finish_reason and not answer.piece_s):
                     answer.piece_s.append(self._clock())
                     answer.text.append(piece.text)
+                if (num_messages := num_messages + 1) > _MOST_MESSAGES + 8 * request.max_tokens:
+                    call.cancel()
+                    raise SendError("garbage", "goes on and on beyond max_tokens")
                 if piece.finish_reason:
                     answer.finish_reason = piece.finish_reason
                     answer.num_prompt_tokens = piece.usage.prompt_tokens

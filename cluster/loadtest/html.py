@@ -12,6 +12,17 @@ from pagoda.cluster.loadtest.records import RequestRecord
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_STAGE_COLUMNS = (
+    "rate",
+    "num_requests",
+    "failed_requests",
+    "good_ratio",
+    "output_tokens_per_s",
+    "ttft_p50_ms",
+    "ttft_p99_ms",
+    "tpot_p50_ms",
+    "hit_ratio",
+)
 _WIDE_RANGE = 20
 """From here on an axis is logarithmic."""
 _STYLE = """
@@ -35,6 +46,13 @@ def render(title: str, summary: Mapping[str, Any], records: Sequence[RequestReco
         for name, value in summary.items()
         if not isinstance(value, list | dict)
     )
+    stages = summary.get("stages", ())
+    if stages:
+        names = "".join(f"<td>{name}</td>" for name in _STAGE_COLUMNS)
+        rows += f"</table><h2>Rate by rate</h2><table><tr>{names}</tr>"
+        for stage in stages:
+            rows += "<tr>" + "".join(f"<td>{_shown(stage.get(name))}</td>" for name in _STAGE_COLUMNS) + "</tr>"
+        title += f", plots of {stages[-1]['rate']:g} sessions/s"
     plots = "".join(f'<figure class="plot">{svg}</figure>' for svg in _plots(records))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'

@@ -6,6 +6,8 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -20,7 +22,7 @@ _TOKENIZE_TIMEOUT_S = 30.0
 _EOF_WAIT_S = 0.05
 _MAX_EVENT_BYTES = 8 * 2**20
 _MAX_DETAIL_BYTES = 2_000
-_PIECES_PER_TOKEN, _MORE_PIECES = 8, 64
+_PIECES_PER_TOKEN, _MORE_PIECES, _MORE_EVENTS = 8, 64, 10_000
 """No server sends so many pieces; one that does would never end."""
 
 
@@ -50,14 +52,19 @@ class OpenAITarget:
         self._fields = fields or {}
         self._timeout_s = timeout_s
         self._clock = clock
+        tracing = aiohttp.TraceConfig()
+        tracing.on_connection_reuseconn.append(_note_reuse)
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             read_bufsize=2**20,
+            trace_configs=[tracing],
         )
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
+        await asyncio.gather(*self._ending)
         await self._http.close()
 
     async def models(self) -> list[str]:
@@ -85,12 +92,18 @@ class OpenAITarget:
             path, body["messages"] = "chat/completions", list(request.messages)
         else:
             path, body["prompt"] = "completions", request.prompt
+        most_pieces = _PIECES_PER_TOKEN * request.max_tokens + _MORE_PIECES
         try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                self._http.post(f"{self.url}/v1/{path}", json=body, allow_redirects=False) as response,
-            ):
-                await self._read(response, answer, _PIECES_PER_TOKEN * request.max_tokens + _MORE_PIECES)
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._post(f"{self.url}/v1/{path}", body)
+                try:
+                    await self._read(response, answer, most_pieces)
+                except BaseException:
+                    response.close()
+                    raise
+                ending = asyncio.create_task(_end(response))
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
         except aiohttp.ServerTimeoutError as error:
             raise SendError("refused", f"no connection within {_CONNECT_TIMEOUT_S:g} s") from error
         except TimeoutError as error:
@@ -104,11 +117,22 @@ class OpenAITarget:
             is_content = isinstance(error.__cause__, aiohttp.http_exceptions.ContentEncodingError)
             raise SendError("garbage" if is_content else "reset", f"{type(error).__name__}: {error}") from error
 
+    async def _post(self, url: str, body: dict[str, Any]) -> aiohttp.ClientResponse:
+        """Sent once more if a connection that had been used before was closed meanwhile, as servers may do."""
+        for may_repeat in (True, False):
+            connection = _Connection()
+            try:
+                return await self._http.post(url, json=body, allow_redirects=False, trace_request_ctx=connection)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if not (may_repeat and connection.is_reused):
+                    raise
+        raise AssertionError("the second time returns or raises")
+
     async def _read(self, response: aiohttp.ClientResponse, answer: Answer, most_pieces: int) -> None:
         if response.status != 200:
             detail = await response.content.read(_MAX_DETAIL_BYTES)
             raise SendError(f"http_{response.status}", detail.decode(errors="replace"))
-        rest, is_done, parts = b"", False, response.content
+        rest, is_done, parts, num_events = b"", False, response.content, 0
         while not is_done and (data := await parts.readany()):
             now = self._clock()
             *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -116,17 +140,14 @@ class OpenAITarget:
                 is_done = take_event(event, answer, now) or is_done
             if len(rest) > _MAX_EVENT_BYTES:
                 raise SendError("garbage", f"an event of more than {_MAX_EVENT_BYTES} bytes")
-            if len(answer.piece_s) > most_pieces:
+            num_events += len(events)
+            if len(answer.piece_s) > most_pieces or num_events > most_pieces + _MORE_EVENTS:
                 raise SendError("garbage", "goes on and on beyond max_tokens")
         if rest.strip() and not is_done:
             is_done = take_event(rest, answer, self._clock())
         answer.end_s = self._clock()
         if answer.finish_reason is None:
             raise SendError("cut" if not is_done or answer.piece_s else "garbage", "ended without a finish reason")
-        if not parts.at_eof():  # so that the connection can be used again; who keeps it open loses it
-            with suppress(aiohttp.ClientError, TimeoutError):
-                async with asyncio.timeout(_EOF_WAIT_S):
-                    await parts.readany()
 
     async def tokenize(self, request: LoadRequest) -> list[int] | None:
         if not request.messages and not isinstance(request.prompt, str):
@@ -146,6 +167,27 @@ class OpenAITarget:
             return None
 
 
+@dataclass(slots=True)
+class _Connection:
+    """What a request was sent over."""
+
+    is_reused: bool = False
+
+
+async def _note_reuse(_: aiohttp.ClientSession, context: SimpleNamespace, __: Any) -> None:
+    if isinstance(context.trace_request_ctx, _Connection):
+        context.trace_request_ctx.is_reused = True
+
+
+async def _end(response: aiohttp.ClientResponse) -> None:
+    """Wait a little for the end behind `[DONE]`, so that the connection can be used again."""
+    with suppress(aiohttp.ClientError, OSError, TimeoutError):
+        async with asyncio.timeout(_EOF_WAIT_S):
+            while not response.content.at_eof():
+                await response.content.readany()
+    response.release()
+
+
 def take_event(event: bytes, answer: Answer, now: float) -> bool:
     """Put a server-sent event into `answer`; whether it says that the stream is done. Raises `SendError`."""
     data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
@@ -161,11 +203,13 @@ def take_event(event: bytes, answer: Answer, now: float) -> bool:
             raise SendError("error_event", json.dumps(error))
         if (usage := chunk.get("usage")) is not None:
             answer.num_prompt_tokens = _count(usage["prompt_tokens"])
-            answer.num_output_tokens = _count(usage["completion_tokens"])
+            num_output = usage.get("completion_tokens")
+            answer.num_output_tokens = None if num_output is None else _count(num_output)
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
             answer.num_cached_tokens = None if cached is None else _count(cached)
         for choice in chunk["choices"]:
-            text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+            delta = choice.get("delta")
+            text = choice["text"] if delta is None else delta.get("content") or delta.get("reasoning_content")
             reason = choice.get("finish_reason")
             if not isinstance(text, str | None) or not isinstance(reason, str | None):
                 raise TypeError("text and finish_reason are strings")

@@ -104,12 +104,12 @@ class LoadRunner:
                 await (self._closed() if self._options.concurrency else self._open())
             except asyncio.CancelledError:
                 was_interrupted = True
-        duration_s = self._now()
+        elapsed_s = self._now()
         return LoadResult(
             sorted(self._records, key=lambda record: record.sent_s),
             self._requests,
-            duration_s,
-            (time.process_time() - cpu_s) / max(duration_s, 1e-9),
+            max((record.end_s for record in self._records), default=elapsed_s),
+            (time.process_time() - cpu_s) / max(elapsed_s, 1e-9),
             self._tick_lag_s,
             was_interrupted,
         )

@@ -16,7 +16,7 @@ from pagoda.cluster.loadtest.workloads import Session, TokenIds, Turn, random_id
 from pagoda.worker.errors import ConfigError
 
 TRACE_BLOCK_TOKENS = 512
-MAX_TOKENS = 10_000_000
+MAX_TOKENS = 1_000_000
 """Of one request."""
 
 

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-RESET, HANG = object(), object()
-"""Within a script: break the connection; say nothing more until the client goes."""
+RESET, HANG, ASKED_AGAIN = object(), object(), object()
+"""Within a script: break the connection; say nothing more until the client goes; wait for its next request."""
 Script = Sequence[bytes | float | object]
 """Bytes to send, seconds to wait, or one of the above."""
 
@@ -66,7 +66,9 @@ class ScriptedServer:
                 if step is RESET:
                     writer.transport.abort()
                     return
-                if step is HANG:
+                if step is ASKED_AGAIN:
+                    await reader.read(1)
+                elif step is HANG:
                     await reader.read()
                 elif isinstance(step, bytes):
                     writer.write(step)

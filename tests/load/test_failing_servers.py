@@ -8,7 +8,20 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_server import DONE, HANG, RESET, Script, answered, delta, event, head, scripted_server, text, usage
+from scripted_server import (
+    ASKED_AGAIN,
+    DONE,
+    HANG,
+    RESET,
+    Script,
+    answered,
+    delta,
+    event,
+    head,
+    scripted_server,
+    text,
+    usage,
+)
 
 from pagoda.cluster.loadtest.openai_target import OpenAITarget, TargetError, take_event
 from pagoda.cluster.loadtest.records import Answer, LoadRequest, SendError
@@ -27,6 +40,17 @@ class Questions:
     def sessions(self, seed: int) -> Iterator[Session]:  # noqa: ARG002
         for number in range(len(self.texts)):
             yield Session(number, (Turn((number + 1000,), 4),), start_s=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """These sessions."""
+
+    given: tuple[Session, ...]
+    name: str = "given"
+
+    def sessions(self, seed: int) -> Iterator[Session]:  # noqa: ARG002
+        yield from self.given
 
 
 FAILURES: dict[str, tuple[str, Script]] = {
@@ -145,6 +169,43 @@ async def test_whatever_goes_wrong_with_one_request_the_others_go_on() -> None:
 
     result = await LoadRunner(Questions(("a", "b", "c")), Broken(), LoadOptions(as_recorded=True)).run()  # type: ignore[arg-type]
     assert sorted(str(record.error) for record in result.records) == ["None", "None", "client"]
+
+
+def kept(body: bytes) -> bytes:
+    """An answer behind which the connection stays."""
+    return f"HTTP/1.1 200 X\r\nContent-Type: text/event-stream\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def test_a_connection_that_was_closed_meanwhile_is_no_failure() -> None:
+    """Scenario: a server keeps connections for a second, and the next question comes just then."""
+    whole = kept(text("a", "stop") + DONE)
+    async with scripted_server(lambda *_: [whole, ASKED_AGAIN, RESET]) as server:
+        target = OpenAITarget(server.url, model="m")
+        for _ in range(4):
+            await target.send(LoadRequest(1, prompt="a"), Answer())
+        assert len(server.bodies) == 4
+        await target.close()
+
+
+async def test_a_connection_that_ends_late_delays_nobody() -> None:
+    """Scenario: the end of a chunked answer comes behind its [DONE]. The next turn must not wait for it."""
+    whole = answered("a", "b")
+    async with scripted_server(lambda *_: [*whole, HANG]) as server:
+        turns = tuple(Turn("x", 2) for _ in range(8))
+        workload = Given((Session(0, turns, start_s=0.0),))
+        target = OpenAITarget(server.url, model="m")
+        result = await LoadRunner(workload, target, LoadOptions(as_recorded=True)).run()
+        await target.close()
+    assert len(result.records) == 8
+    lateness = sorted(record.sent_s - record.intended_s for record in result.records)
+    assert lateness[4] < 0.03  # of most, far below the wait for the end
+
+
+@pytest.mark.parametrize("piece", [b": and so on\n\n", delta("")], ids=["comments", "empty"])
+async def test_events_without_text_and_without_end(piece: bytes) -> None:
+    async with scripted_server(lambda *_: [head(), *[piece * 1000] * 1000]) as server:
+        summary = await load(server.url, ("a",), timeout_s=30.0)
+    assert summary["failed_garbage"] == 1
 
 
 TOKENS = {

@@ -40,6 +40,14 @@ def test_what_others_wrote_is_no_markup(tmp_path: Path) -> None:
     assert "had too much to do" in text
 
 
+def test_rate_by_rate(tmp_path: Path) -> None:
+    summary = report.summarize(LoadResult(records(), {}, 10.0, 0.1), report.Slo())
+    path = tmp_path / "load.html"
+    path.write_text(render("ramp", {"knee_rate": 2.0, "stages": [{"rate": 2.0, **summary}]}, records()))
+    assert "plots of 2 sessions/s" in path.read_text()
+    assert "<td>ttft_p99_ms</td>" in path.read_text()
+
+
 def test_nothing_to_show(tmp_path: Path) -> None:
     summary = report.summarize(LoadResult([], {}, 0.0, 0.0), report.Slo())
     path = tmp_path / "load.html"

@@ -69,6 +69,7 @@ async def test_a_session_ends_with_its_first_failure() -> None:
     assert [(record.session, record.turn, record.error) for record in result.records] == [
         (0, 0, None), (0, 1, "http_500"), (1, 0, None), (1, 1, "http_500"),
     ]  # fmt: skip
+    assert result.duration_s == result.records[-1].end_s  # and not until the pause behind a failure was over
 
 
 async def test_closed_loop_never_has_more_at_once() -> None:
@@ -262,6 +263,24 @@ def test_compare_with_what_is_no_run(tmp_path: Path, content: str) -> None:
     assert "is no saved run" in outcome.output
 
 
+def test_compare_rate_by_rate(tmp_path: Path) -> None:
+    stages = [{"rate": rate, **report.summarize(result(record(first_s=rate)), report.Slo())} for rate in (1.0, 2.0)]
+    for name, kept in (("a", stages), ("b", stages[1:])):
+        compare.save(tmp_path / f"{name}.json", compare.Run({"failed_requests": 0, "stages": kept}, []))
+    lines = compare.lines(*(compare.load(tmp_path / f"{name}.json") for name in "ab"))
+    assert "1 sessions/s" not in lines
+    assert "ttft_p50_ms     2,000.00     2,000.00    1.000" in "\n".join(lines[lines.index("2 sessions/s") :])
+
+
+def test_a_trace_is_not_overwritten(tmp_path: Path) -> None:
+    trace = tmp_path / "t.requests.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [0]}\n')
+    for option in (["--output", str(tmp_path / "t.json")], ["--html", str(trace)], ["--output", str(trace)]):
+        outcome = CliRunner().invoke(main, ["bench", "trace", str(trace), *option])
+        assert outcome.exit_code == 1
+        assert "would overwrite the trace" in outcome.output
+
+
 BAD_OPTIONS = {
     "": "--rate: one of --rate, --rates and --concurrency is needed",
     "--rate 1 --concurrency 2": "--concurrency: cannot be given with --rate",
@@ -288,9 +307,11 @@ BAD_OPTIONS = {
 
 @pytest.mark.parametrize("options", BAD_OPTIONS)
 def test_bad_options(options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left behind either."""
     monkeypatch.chdir(tmp_path)
     outcome = CliRunner().invoke(main, ["bench", "chat", *options.split(" ")] if options else ["bench", "chat"])
     assert (outcome.exit_code, BAD_OPTIONS[options] in outcome.output) == (1, True), outcome.output
+    assert not list(tmp_path.iterdir())
 
 
 async def pagoda(*arguments: str) -> None:

@@ -92,7 +92,12 @@ async def load(server_url: str, texts: tuple[str, ...], timeout_s: float = 0.5) 
         result = await LoadRunner(Questions(texts), target, LoadOptions(as_recorded=True)).run()
     finally:
         await target.close()
-    return summarize(result, Slo(ttft_s=100.0))
+    summary = summarize(result, Slo(ttft_s=100.0))
+    good_s = [record.e2e_s for record in result.records if record.error is None]
+    assert summary["e2e_max_ms"] == (
+        pytest.approx(max(good_s) * 1e3) if good_s else None
+    )  # failures are in no percentile
+    return summary
 
 
 @pytest.mark.parametrize("name", FAILURES)
@@ -115,7 +120,6 @@ async def test_failures_are_counted_by_kind(name: str) -> None:
     assert summary["succeeded_requests"] == 2
     assert summary["good_ratio"] == pytest.approx(2 / 3)
     assert summary["output_tokens"] == 4
-    assert summary["e2e_max_ms"] < 480  # those that failed are in no percentile
 
 
 async def test_nobody_listens() -> None:
@@ -150,13 +154,13 @@ async def test_pieces_and_counts() -> None:
         assert server.bodies[0]["stream_options"] == {"include_usage": True}
 
 
-@pytest.mark.parametrize("behind", [[HANG], [0.3], [b": and so on\n\n" * 1000, 0.3]], ids=["open", "late", "more"])
+@pytest.mark.parametrize("behind", [[HANG], [2.0], [b": and so on\n\n" * 1000, 2.0]], ids=["open", "late", "more"])
 async def test_an_answer_ends_where_it_says_so(behind: list[Any]) -> None:
     """Scenario: a server, or a proxy before it, closes connections late. Times per token must not know of it."""
     async with scripted_server(lambda *_: [*answered("a", "b"), *behind]) as server:
-        summary = await load(server.url, ("good", "good"))
+        summary = await load(server.url, ("good", "good"), timeout_s=30.0)
     assert summary["succeeded_requests"] == 2
-    assert summary["e2e_max_ms"] < 250
+    assert summary["e2e_max_ms"] < 1900
 
 
 async def test_whatever_goes_wrong_with_one_request_the_others_go_on() -> None:
@@ -187,18 +191,18 @@ async def test_a_connection_that_was_closed_meanwhile_is_no_failure() -> None:
         await target.close()
 
 
-async def test_a_connection_that_ends_late_delays_nobody() -> None:
+async def test_a_connection_that_ends_late_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scenario: the end of a chunked answer comes behind its [DONE]. The next turn must not wait for it."""
+    monkeypatch.setattr("pagoda.cluster.loadtest.openai_target._EOF_WAIT_S", 3.0)
     whole = answered("a", "b")
     async with scripted_server(lambda *_: [*whole, HANG]) as server:
-        turns = tuple(Turn("x", 2) for _ in range(8))
+        turns = (Turn("x", 2), Turn("y", 2))
         workload = Given((Session(0, turns, start_s=0.0),))
         target = OpenAITarget(server.url, model="m")
         result = await LoadRunner(workload, target, LoadOptions(as_recorded=True)).run()
         await target.close()
-    assert len(result.records) == 8
-    lateness = sorted(record.sent_s - record.intended_s for record in result.records)
-    assert lateness[4] < 0.03  # of most, far below the wait for the end
+    assert len(result.records) == 2
+    assert result.records[1].sent_s - result.records[1].intended_s < 2.5
 
 
 @pytest.mark.parametrize("piece", [b": and so on\n\n", delta("")], ids=["comments", "empty"])

@@ -486,7 +486,7 @@ def test_terminate_drains(service: Service, http: httpx.Client) -> None:
     with ExitStack() as stack:
         short_one, endless_one = (
             stack.enter_context(http.stream("POST", COMPLETIONS, json=body))
-            for body in (short(max_tokens=300, stream=True), endless_stream())
+            for body in (short(max_tokens=300, stream=True, ignore_eos=True), endless_stream())
         )
         service.process.send_signal(signal.SIGTERM)
         wait_until(lambda: http.get("/health").status_code == 503, "the service says that it stops")

@@ -121,7 +121,7 @@ def record_of(
     end_s: float,
     error: SendError | None,
 ) -> RequestRecord:
-    """What is kept of an answer. One without any text or finish reason has failed, whatever the server says."""
+    """What is kept of an answer. Tokens are pieces of text where the server does not count them."""
     times = answer.piece_s
     return RequestRecord(
         session,

@@ -17,6 +17,12 @@ _READ_TIMEOUT_S = 600.0
 """Between two pieces of an answer; a long prompt on a busy CPU takes minutes."""
 
 
+def root_url(url: str) -> str:
+    """An OpenAI server's address as users give it, with or without scheme and `/v1`, as `http://host:port`."""
+    root = url.rstrip("/").removesuffix("/v1")
+    return root if "://" in root else f"http://{root}"
+
+
 class ChatError(PagodaError):
     """The server cannot be reached, or refuses, or breaks off."""
 
@@ -51,8 +57,7 @@ class ChatClient:
         self, url: str, *, api_key: str | None = None, clock: Callable[[], float] = time.monotonic, **options: Any
     ) -> None:
         """`url` is the server's, with or without `/v1`; `options` are httpx's. Raises `ChatError`."""
-        root = url.rstrip("/").removesuffix("/v1")
-        self._url = root if "://" in root else f"http://{root}"
+        self._url = root_url(url)
         self._clock = clock
         with self._errors():
             self._http = httpx.Client(

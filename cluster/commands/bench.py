@@ -137,17 +137,13 @@ def trace(file: Path, max_rows: int | None, **options: Any) -> None:
         require_in_range(name, options[name], 1e-6, 1e6)
     if max_rows is not None:
         require_in_range("max_rows", max_rows, 1, 10**9)
-    for name in ("output", "html"):
-        path = options[name]
-        if path is not None and file.resolve() in (path.resolve(), path.with_suffix(".requests.jsonl").resolve()):
-            raise ConfigError(name, f"{path} would overwrite the trace")
     recorded = read_trace(file, max_rows=max_rows)
     num_bad = sum(recorded.bad_lines.values())
     if num_bad:
         click.echo(f"{num_bad} lines of {file} left out; {recorded.first_problem}", err=True)
     notes = {"trace_lines": len(recorded.rows), "bad_trace_lines": num_bad}
     notes |= {f"bad_trace_lines_{kind}": count for kind, count in recorded.bad_lines.items()}
-    _run(lambda **lengths: TraceWorkload(recorded, **lengths), options, has_times=True, notes=notes)
+    _run(lambda **lengths: TraceWorkload(recorded, **lengths), options, trace=file, notes=notes)
 
 
 @bench.command("compare")
@@ -163,10 +159,10 @@ def _run(
     make: Callable[..., Workload],
     options: dict[str, Any],
     *,
-    has_times: bool = False,
+    trace: Path | None = None,
     notes: dict[str, Any] | None = None,
 ) -> None:
-    plan = replace(_plan(options, has_times=has_times), notes=notes or {})
+    plan = replace(_plan(options, has_times=trace is not None), notes=notes or {}, trace=trace)
     if "vocab_size" in options:
         require_in_range("vocab_size", options["vocab_size"], FIRST_TOKEN_ID + 1, 10**7)
     for name, value in options.items():  # what is left are lengths and counts

@@ -14,9 +14,10 @@ import uvloop
 from pagoda.cluster.loadtest import compare, report
 from pagoda.cluster.loadtest.html import render
 from pagoda.cluster.loadtest.ideal import ideal_cached_tokens, tokenize_all
-from pagoda.cluster.loadtest.openai_target import OpenAITarget, TargetError
+from pagoda.cluster.loadtest.openai_target import OpenAITarget
 from pagoda.cluster.loadtest.records import RequestRecord
 from pagoda.cluster.loadtest.runner import LoadOptions, LoadRunner, LoadState
+from pagoda.cluster.loadtest.target import Target, TargetError
 from pagoda.cluster.loadtest.workloads import Workload
 from pagoda.worker.errors import ConfigError
 
@@ -48,6 +49,8 @@ class BenchPlan:
     html: Path | None
     notes: dict[str, Any] = field(default_factory=dict)
     """More to say of the workload."""
+    trace: Path | None = None
+    """What is replayed, which must not be overwritten."""
 
 
 def run_bench(workload: Workload, plan: BenchPlan) -> bool:
@@ -85,12 +88,12 @@ async def _bench(workload: Workload, plan: BenchPlan) -> bool:
     return bool(summary["num_requests"]) and not summary["failed_requests"] and not summary["was_interrupted"]
 
 
-def _head(workload: Workload, target: Any, plan: BenchPlan) -> dict[str, Any]:
+def _head(workload: Workload, target: Target, plan: BenchPlan) -> dict[str, Any]:
     """What was measured."""
     return {"workload": workload.name, "model": target.model, "seed": plan.options.seed} | plan.notes
 
 
-async def _ramp(workload: Workload, target: Any, plan: BenchPlan) -> bool:
+async def _ramp(workload: Workload, target: Target, plan: BenchPlan) -> bool:
     """Rate after rate, each with requests of its own, so that none profits from the one before it."""
     stages: list[dict[str, Any]] = []
     requests: list[dict[str, Any]] = []
@@ -125,7 +128,7 @@ async def _was_cancelled(work: Awaitable[Any]) -> bool:
 
 
 async def _measure(
-    workload: Workload, target: Any, plan: BenchPlan, options: LoadOptions
+    workload: Workload, target: Target, plan: BenchPlan, options: LoadOptions
 ) -> tuple[dict[str, Any], list[RequestRecord]]:
     progress = _Progress(options.duration_s)
     runner = LoadRunner(workload, target, options, on_progress=progress.show, keep_requests=plan.measure_ideal)
@@ -144,7 +147,7 @@ async def _measure(
     return report.summarize(result, plan.slo, ideal), result.records
 
 
-def _target(plan: BenchPlan) -> Any:
+def _target(plan: BenchPlan) -> Target:
     if plan.grpc is not None:
         from pagoda.cluster.loadtest.grpc_target import GrpcTarget
         from pagoda.proto import inference_pb2 as pb
@@ -157,7 +160,7 @@ def _target(plan: BenchPlan) -> Any:
     return OpenAITarget(plan.url, api_key=plan.api_key, timeout_s=plan.timeout_s, fields=fields)
 
 
-async def _model(target: Any, wanted: str | None) -> str:
+async def _model(target: Target, wanted: str | None) -> str:
     served = await target.models()
     if not served:
         raise TargetError("the server serves no model")
@@ -175,6 +178,8 @@ def _check_outputs(plan: BenchPlan) -> None:
         raise ConfigError("html", f"{plan.html} is where the figures go")
     for name, outputs in paths.items():
         for path in outputs:
+            if plan.trace is not None and path.resolve() == plan.trace.resolve():
+                raise ConfigError(name, f"{path} would overwrite the trace")
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 was_there = path.exists()

@@ -5,13 +5,11 @@ from collections.abc import Callable
 
 import grpc
 
-from pagoda.cluster.loadtest.openai_target import TargetError
-from pagoda.cluster.loadtest.records import Answer, LoadRequest, SendError
+from pagoda.cluster.loadtest.target import TOKENIZE_TIMEOUT_S, Answer, LoadRequest, SendError, TargetError
 from pagoda.proto import inference_pb2 as pb
 from pagoda.proto.inference_pb2_grpc import InferenceStub
 
 _SHORT_TIMEOUT_S = 10.0
-_TOKENIZE_TIMEOUT_S = 30.0
 _SIGNS_OF_RESET = ("recvmsg", "Stream removed", "Socket closed", "Broken pipe")
 _MOST_MESSAGES = 10_000
 _MAX_MESSAGE_BYTES = 64 * 2**20
@@ -95,7 +93,7 @@ class GrpcTarget:
             assert isinstance(request.prompt, str)
             what.text = request.prompt
         try:
-            answer = await self._stub.Tokenize(what, timeout=min(self._timeout_s, _TOKENIZE_TIMEOUT_S))
+            answer = await self._stub.Tokenize(what, timeout=min(self._timeout_s, TOKENIZE_TIMEOUT_S))
         except grpc.aio.AioRpcError:
             return None
         return list(answer.token_ids)

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from pagoda.cluster.loadtest.records import LoadRequest, RequestRecord, Target
+from pagoda.cluster.loadtest.records import RequestRecord
+from pagoda.cluster.loadtest.target import LoadRequest, Target
 
 BLOCK_TOKENS = 16
 """Hits are counted in whole blocks, as servers do."""

@@ -12,22 +12,19 @@ from typing import Any
 
 import aiohttp
 
-from pagoda.cluster.loadtest.records import Answer, LoadRequest, SendError
-from pagoda.worker.errors import PagodaError
+from pagoda.cluster.chat_client import root_url
+from pagoda.cluster.loadtest.target import TOKENIZE_TIMEOUT_S, Answer, LoadRequest, SendError, TargetError
 
 _CONNECT_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 2.0
 """Shorter than servers': one that closes a connection just when it is used again would look like a failure."""
-_TOKENIZE_TIMEOUT_S = 30.0
+_STALE_S = 0.25
+"""A kept connection that breaks within this was closed before the request came; later, the request has failed."""
 _EOF_WAIT_S = 0.05
 _MAX_EVENT_BYTES = 8 * 2**20
 _MAX_DETAIL_BYTES = 2_000
 _PIECES_PER_TOKEN, _MORE_PIECES, _MORE_EVENTS = 8, 64, 10_000
 """No server sends so many pieces; one that does would never end."""
-
-
-class TargetError(PagodaError):
-    """The server cannot be used at all."""
 
 
 class OpenAITarget:
@@ -46,8 +43,7 @@ class OpenAITarget:
         fields: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        root = url.rstrip("/").removesuffix("/v1")
-        self.url = root if "://" in root else f"http://{root}"
+        self.url = root_url(url)
         self.model = model
         self._fields = fields or {}
         self._timeout_s = timeout_s
@@ -95,7 +91,7 @@ class OpenAITarget:
         most_pieces = _PIECES_PER_TOKEN * request.max_tokens + _MORE_PIECES
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await self._post(f"{self.url}/v1/{path}", body)
+                response = await self._post(f"{self.url}/v1/{path}", body, answer)
                 try:
                     await self._read(response, answer, most_pieces)
                 except BaseException:
@@ -117,15 +113,17 @@ class OpenAITarget:
             is_content = isinstance(error.__cause__, aiohttp.http_exceptions.ContentEncodingError)
             raise SendError("garbage" if is_content else "reset", f"{type(error).__name__}: {error}") from error
 
-    async def _post(self, url: str, body: dict[str, Any]) -> aiohttp.ClientResponse:
-        """Sent once more if a connection that had been used before was closed meanwhile, as servers may do."""
+    async def _post(self, url: str, body: dict[str, Any], answer: Answer) -> aiohttp.ClientResponse:
+        """Sent once more, and counted, if a kept connection turns out to be closed, as servers may do at any time."""
         for may_repeat in (True, False):
-            connection = _Connection()
+            connection, sent_s = _Connection(), self._clock()
             try:
                 return await self._http.post(url, json=body, allow_redirects=False, trace_request_ctx=connection)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                if not (may_repeat and connection.is_reused):
+                was_stale = connection.is_reused and self._clock() - sent_s <= _STALE_S
+                if not (may_repeat and was_stale):
                     raise
+                answer.num_resent += 1
         raise AssertionError("the second time returns or raises")
 
     async def _read(self, response: aiohttp.ClientResponse, answer: Answer, most_pieces: int) -> None:
@@ -156,7 +154,7 @@ class OpenAITarget:
         body |= {"messages": list(request.messages)} if request.messages else {"prompt": request.prompt}
         try:
             async with (
-                asyncio.timeout(min(self._timeout_s, _TOKENIZE_TIMEOUT_S)),
+                asyncio.timeout(min(self._timeout_s, TOKENIZE_TIMEOUT_S)),
                 self._http.post(f"{self.url}/tokenize", json=body) as response,
             ):
                 if response.status != 200:

@@ -1,68 +1,11 @@
-"""What becomes of each request of a load test. Times are seconds since the test began.
-
-Kinds of failure:
-
-    refused      no connection        reset      the connection broke before or within the answer
-    timeout      not answered in time    cut     the answer ended without a finish reason
-    http_CODE    a status, such as http_429    grpc_CODE   the same of gRPC, such as grpc_resource_exhausted
-    error_event  an error within a stream    garbage    an answer that is none
-    interrupted  the load test was stopped
-    client       this client could not send it
-"""
+"""What became of each request of a load test. Times are seconds since the test began."""
 
 import hashlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
-from pagoda.cluster.loadtest.workloads import TokenIds
-
-Message = dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """What is sent: messages for a chat, else token ids or text to be continued."""
-
-    max_tokens: int
-    messages: tuple[Message, ...] = ()
-    prompt: str | TokenIds = ()
-
-
-@dataclass(slots=True)
-class Answer:
-    """An answer as it grows. `piece_s` are the times at which text came."""
-
-    text: list[str] = field(default_factory=list)
-    piece_s: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    end_s: float | None = None
-    """When it was whole, if a target knows better than that `send` returned."""
-    num_prompt_tokens: int | None = None
-    num_cached_tokens: int | None = None
-    num_output_tokens: int | None = None
-    """As the server counts; None if it does not say."""
-
-
-class SendError(Exception):
-    """A request failed. `kind` is one of those above."""
-
-    def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(kind, detail)
-        self.kind = kind
-        self.detail = detail[:300]
-
-
-class Target(Protocol):
-    """A server under load."""
-
-    async def send(self, request: LoadRequest, answer: Answer) -> None:
-        """Fill `answer` until it ends. Raises `SendError`."""
-
-    async def tokenize(self, request: LoadRequest) -> list[int] | None:
-        """The prompt's tokens as the server counts them; None if it cannot say."""
-
-    async def close(self) -> None: ...
+from pagoda.cluster.loadtest.target import Answer, LoadRequest, SendError
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +25,13 @@ class RequestRecord:
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
     num_output_tokens: int = 0
+    num_resent: int = 0
     prompt_digest: str = ""
     """Of what was asked."""
     text_digest: str = ""
     """Of the answer's text: equal digests, equal answers."""
     error: str | None = None
-    """A kind of failure; None if it succeeded."""
+    """A kind of failure, of those in `target.py`; None if it succeeded."""
     detail: str = ""
 
     @property
@@ -134,6 +78,7 @@ def record_of(
         num_prompt_tokens=answer.num_prompt_tokens,
         num_cached_tokens=answer.num_cached_tokens,
         num_output_tokens=len(times) if answer.num_output_tokens is None else answer.num_output_tokens,
+        num_resent=answer.num_resent,
         prompt_digest=_digest(repr((request.messages, request.prompt, request.max_tokens))),
         text_digest=_digest("".join(answer.text)),
         error=None if error is None else error.kind,

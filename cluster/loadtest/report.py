@@ -51,6 +51,7 @@ def summarize(
         "num_requests": len(result.records),
         "succeeded_requests": len(good),
         "failed_requests": len(result.records) - len(good),
+        "resent_requests": sum(record.num_resent for record in result.records),
         **{f"failed_{kind}": count for kind, count in sorted(errors.items())},
         "request_rps": len(good) / seconds,
         "goodput_rps": num_good / seconds,
@@ -155,6 +156,8 @@ def lines(summary: Mapping[str, Any]) -> list[str]:
         f"prompt tokens from a cache: {percent('hit_ratio')}; an unlimited one: {percent('ideal_hit_ratio')}; "
         f"reached of that: {percent('hit_ratio_over_ideal')}"
     )
+    if summary["resent_requests"]:
+        text.append(f"{summary['resent_requests']} requests found their kept connection closed and were sent again")
     if summary["client_is_bottleneck"]:
         text.append(
             f"WARNING: this client had too much to do ({percent('client_cpu_ratio')} of a core, timers "

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from pagoda.cluster.loadtest.arrivals import ArrivalKind, arrivals
-from pagoda.cluster.loadtest.records import Answer, LoadRequest, Message, RequestRecord, SendError, Target, record_of
+from pagoda.cluster.loadtest.records import RequestRecord, record_of
+from pagoda.cluster.loadtest.target import Answer, LoadRequest, Message, SendError, Target
 from pagoda.cluster.loadtest.workloads import Session, Workload
 
 _TICK_S = 0.02

@@ -8,12 +8,10 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from select import select
 from typing import Any
@@ -24,123 +22,35 @@ import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from local_server import DEADLINE_S, send_request, wait_until
-from tiny_model import write_tiny_model
+from ray_service import (
+    CHAT,
+    COMPLETIONS,
+    DRAIN_S,
+    MODEL,
+    START_DEADLINE_S,
+    STOP_DEADLINE_S,
+    Service,
+    endless_stream,
+    last_event_of,
+    pagoda_serve,
+    short,
+    write_endless_model,
+)
 
 from pagoda.proto import inference_pb2, inference_pb2_grpc
 
-PAGODA = Path(sys.executable).with_name("pagoda")
-MODEL = "endless"
-START_DEADLINE_S = 120.0
 ODD_ENVIRONMENT = {"RAY_ADDRESS": "127.0.0.1:1", "OMP_WAIT_POLICY": "active"}
 """What a user's shell may hold, and the service must not heed: a cluster, here one that does not even run, and a policy
 of torch's threads."""
-DRAIN_S = 5.0
-STOP_DEADLINE_S = DRAIN_S + 10.0
-"""The drain time and then a few seconds, whoever still reads or writes."""
 CLIENT_TIMEOUT_S = 60.0
 """How long a client may keep the rest of its request for itself."""
 HALF_A_REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: half\r\n"
-ENDLESS = 500_000
-"""Tokens that nobody waits for: minutes, where a test waits for seconds."""
 MAX_NUM_WAITING = 8
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-
-
-class Service:
-    """A `pagoda serve` process, in a session of its own."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int, grpc_port: int, log: Path) -> None:
-        self.process = process
-        self.port = port
-        self.grpc_port = grpc_port
-        self.log = log
-        self.silent: socket.socket | None = None
-        """A client that has sent half a request when the service came up, and nothing since `silent_since`."""
-        self.silent_since = 0.0
-
-    def wait_until_it_says(self, text: str) -> None:
-        def has_said() -> bool:
-            assert self.process.poll() is None, self.log.read_text()
-            return text in self.log.read_text()
-
-        wait_until(has_said, f"pagoda serve says {text!r}", deadline_s=START_DEADLINE_S)
-
-    def processes(self, named: str = "") -> list[int]:
-        """Ids of all processes of the session whose command line holds `named`."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                try:
-                    session = int((folder / "stat").read_text().rpartition(")")[2].split()[3])
-                    command = (folder / "cmdline").read_text()
-                except OSError:
-                    continue  # it ended meanwhile
-                if session == self.process.pid and named in command:
-                    found.append(int(folder.name))
-        return found
-
-    def scratch_folder(self) -> Path:
-        """Where the files of its proxy are, while that runs."""
-        (proxy,) = self.processes("haproxy\0-db")
-        *_, config = Path(f"/proc/{proxy}/cmdline").read_text().partition("\0-f\0")
-        folder = Path(config.split("\0")[0])
-        while not folder.name.startswith("pagoda-"):
-            folder = folder.parent
-        return folder
-
-    def assert_it_ends_without_a_trace(self) -> None:
-        """It exits by itself, with success; no process is left, and the port is free."""
-        assert self.process.wait(START_DEADLINE_S) == 0, self.log.read_text()
-        said = self.log.read_text()
-        assert "Traceback" not in said, said
-        assert "SIGTERM" not in said, said
-        wait_until(lambda: not self.processes(), "no process of the service is left")
-        assert_port_is_free(self.port)
-        assert_port_is_free(self.grpc_port)
-
-
-@contextmanager
-def pagoda_serve(
-    model: Path, folder: Path, *options: str, port: int | None = None, environment: Mapping[str, str] | None = None
-) -> Iterator[Service]:
-    """Run the command with its standard error in a file. Whatever is left at the end of the block is killed."""
-    port, grpc_port = port or free_port(), free_port()
-    log = folder / f"serve-{port}-{time.monotonic_ns()}.log"
-    ports = ["--port", str(port), "--grpc-port", str(grpc_port)]
-    command = [PAGODA, "serve", "--model", model, *ports, "--kv-cache-gib", "0.3", *options]
-    with log.open("wb") as errors:
-        process = subprocess.Popen(
-            command, stdout=errors, stderr=errors, start_new_session=True, env=os.environ | (environment or {})
-        )
-    service = Service(process, port, grpc_port, log)
-    try:
-        yield service
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(DEADLINE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(DEADLINE_S)
-        for left_over in service.processes():
-            os.kill(left_over, signal.SIGKILL)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def assert_port_is_free(port: int) -> None:
-    socket.create_server(("127.0.0.1", port)).close()
 
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
-    """Random weights for contexts of a million tokens."""
-    return write_tiny_model(tmp_path_factory.mktemp("models") / MODEL, tokenizer_from=tiny, max_position=2 * ENDLESS)
+    return write_endless_model(tmp_path_factory.mktemp("models"), tiny)
 
 
 @pytest.fixture(scope="module")
@@ -167,22 +77,6 @@ def http(service: Service) -> Iterator[httpx.Client]:
 def client(service: Service, http: httpx.Client) -> openai.OpenAI:
     url = f"http://127.0.0.1:{service.port}/v1"
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
-
-
-def short(prompt: str = "a", **fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": prompt, "max_tokens": 3, **fields}
-
-
-def endless_stream(prompt: str = "a", **fields: Any) -> dict[str, Any]:
-    return short(prompt, max_tokens=ENDLESS, ignore_eos=True, stream=True, **fields)
-
-
-def last_event_of(response: httpx.Response) -> dict[str, Any]:
-    """The event before `[DONE]`."""
-    *_, event, done = (line.removeprefix("data: ") for line in response.iter_lines() if line)
-    assert done == "[DONE]"
-    body: dict[str, Any] = json.loads(event)
-    return body
 
 
 # -- processes -----------------------------------------------------------------------------------
@@ -405,44 +299,7 @@ def test_worker_that_dies_is_replaced(service: Service, http: httpx.Client) -> N
     assert service.process.poll() is None
 
 
-# -- starting and stopping -----------------------------------------------------------------------
-
-
-def run_serve(*options: str | Path) -> subprocess.CompletedProcess[str]:
-    """A `pagoda serve` that must end by itself, and soon."""
-    return subprocess.run([PAGODA, "serve", *options], capture_output=True, text=True, timeout=60, check=False)
-
-
-def run_pagoda_serve(*options: str | Path) -> str:
-    """What a `pagoda serve` that must fail says; it must not have started Ray."""
-    result = run_serve(*options)
-    assert result.returncode == 1
-    assert "Ray" not in result.stderr
-    return result.stderr
-
-
-def test_port_in_use(service: Service, endless: Path) -> None:
-    """A second service on the first one's port: said at once, not after a minute."""
-    said = run_pagoda_serve("--model", endless, "--port", str(service.port))
-    assert said == f"Error: --port: cannot listen on 127.0.0.1:{service.port}: Address already in use\n"
-
-
-def test_model_path_that_does_not_exist(tmp_path: Path) -> None:
-    said = run_pagoda_serve("--model", tmp_path / "missing", "--port", str(free_port()))
-    assert said == f"Error: {tmp_path / 'missing'}: not a Hugging Face model folder: it has no config.json\n"
-
-
-def test_ray_cluster_that_does_not_answer(endless: Path) -> None:
-    """Ray itself would look for it for minutes, deaf to Ctrl-C. The port is taken, and nobody listens."""
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{holder.getsockname()[1]}"
-        ports = ("--port", str(free_port()), "--grpc-port", str(free_port()))
-        result = run_serve("--model", endless, *ports, "--kv-cache-gib", "0.3", "--ray-address", address)
-    assert result.returncode == 1
-    *_, last = result.stderr.splitlines()
-    assert last.startswith(f"Error: --ray-address: {address} does not answer: ")
-    assert "Traceback" not in result.stderr
+# -- clients, proxies and the end ----------------------------------------------------------------
 
 
 def test_half_a_request_is_not_waited_for_longer(service: Service) -> None:
@@ -507,51 +364,3 @@ def test_terminate_drains(service: Service, http: httpx.Client) -> None:
     service.process.wait(STOP_DEADLINE_S)
     service.assert_it_ends_without_a_trace()
     assert not scratch.exists()
-
-
-def test_ctrl_c_while_it_starts(endless: Path, tmp_path: Path) -> None:
-    """A terminal sends SIGINT to every process of the group, the ones that Ray starts too."""
-    with pagoda_serve(endless, tmp_path) as service:
-        service.wait_until_it_says("loading")
-        os.killpg(service.process.pid, signal.SIGINT)
-        service.assert_it_ends_without_a_trace()
-
-
-def test_second_ctrl_c_aborts_what_runs(endless: Path, tmp_path: Path) -> None:
-    """Whoever does not want to wait for the drain time; clients still hear why."""
-    with pagoda_serve(endless, tmp_path, "--drain-s", "600") as service:
-        service.wait_until_it_says("is served")
-        url = f"http://127.0.0.1:{service.port}{COMPLETIONS}"
-        with httpx.stream("POST", url, json=endless_stream(), timeout=DEADLINE_S) as response:
-            assert response.status_code == 200
-            os.killpg(service.process.pid, signal.SIGINT)
-            service.wait_until_it_says("stopping")
-            os.killpg(service.process.pid, signal.SIGINT)
-            assert "aborted" in last_event_of(response)["error"]["message"]
-        service.process.wait(STOP_DEADLINE_S)
-        service.assert_it_ends_without_a_trace()
-
-
-def test_terminate_everything_at_once(endless: Path, tmp_path: Path) -> None:
-    """As `timeout` and systemd do: Ray is gone before the service can stop in order, and nothing may stay behind."""
-    with pagoda_serve(endless, tmp_path) as service:
-        service.wait_until_it_says("is served")
-        scratch = service.scratch_folder()
-        os.killpg(service.process.pid, signal.SIGTERM)
-        assert service.process.wait(STOP_DEADLINE_S) == 1
-        assert "Ray has ended, and the service with it" in service.log.read_text()
-        wait_until(lambda: not service.processes(), "no process of the service is left")
-        assert_port_is_free(service.port)
-        assert not scratch.exists()
-
-
-def test_ctrl_c_while_it_serves(endless: Path, tmp_path: Path) -> None:
-    """With a client that does not read its endless answer: it is not waited for."""
-    with pagoda_serve(endless, tmp_path, "--drain-s", "1") as service:
-        service.wait_until_it_says("is served")
-        with send_request(service.port, COMPLETIONS, endless_stream()) as connection:
-            assert connection.recv(1000)
-            os.killpg(service.process.pid, signal.SIGINT)
-            service.process.wait(STOP_DEADLINE_S)
-        service.assert_it_ends_without_a_trace()
-        assert "(raylet)" not in service.log.read_text()

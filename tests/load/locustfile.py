@@ -11,7 +11,7 @@ from typing import Any
 from locust import HttpUser, task
 
 from pagoda.cluster.loadtest.openai_target import take_event
-from pagoda.cluster.loadtest.records import Answer, SendError
+from pagoda.cluster.loadtest.target import Answer, SendError
 from pagoda.cluster.loadtest.workloads import ChatWorkload
 
 TIMEOUT_S = 600.0

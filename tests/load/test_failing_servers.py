@@ -23,10 +23,10 @@ from scripted_server import (
     usage,
 )
 
-from pagoda.cluster.loadtest.openai_target import OpenAITarget, TargetError, take_event
-from pagoda.cluster.loadtest.records import Answer, LoadRequest, SendError
+from pagoda.cluster.loadtest.openai_target import OpenAITarget, take_event
 from pagoda.cluster.loadtest.report import Slo, summarize
 from pagoda.cluster.loadtest.runner import LoadOptions, LoadRunner
+from pagoda.cluster.loadtest.target import Answer, LoadRequest, SendError, TargetError
 from pagoda.cluster.loadtest.workloads import Session, Turn
 
 
@@ -184,10 +184,27 @@ async def test_a_connection_that_was_closed_meanwhile_is_no_failure() -> None:
     """Scenario: a server keeps connections for a second, and the next question comes just then."""
     whole = kept(text("a", "stop") + DONE)
     async with scripted_server(lambda *_: [whole, ASKED_AGAIN, RESET]) as server:
-        target = OpenAITarget(server.url, model="m")
-        for _ in range(4):
-            await target.send(LoadRequest(1, prompt="a"), Answer())
+        summary = await one_after_the_other(server.url, num_turns=4)
         assert len(server.bodies) == 4
+    assert (summary["succeeded_requests"], summary["failed_requests"], summary["resent_requests"]) == (4, 0, 3)
+
+
+async def test_a_server_that_dies_of_a_request_is_not_sent_it_again() -> None:
+    """Even over a kept connection: what breaks later than at once is a failure."""
+    whole = kept(text("a", "stop") + DONE)
+    async with scripted_server(lambda *_: [whole, ASKED_AGAIN, 0.5, RESET]) as server:
+        summary = await one_after_the_other(server.url, num_turns=2)
+        assert len(server.bodies) == 1
+    assert (summary["succeeded_requests"], summary["failed_reset"], summary["resent_requests"]) == (1, 1, 0)
+
+
+async def one_after_the_other(url: str, num_turns: int) -> dict[str, Any]:
+    turns = tuple(Turn("x", 1) for _ in range(num_turns))
+    target = OpenAITarget(url, model="m")
+    try:
+        workload = Given((Session(0, turns, start_s=0.0),))
+        return summarize(await LoadRunner(workload, target, LoadOptions(as_recorded=True)).run(), Slo())
+    finally:
         await target.close()
 
 

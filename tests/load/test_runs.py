@@ -17,8 +17,9 @@ from pagoda.cluster.cli import main
 from pagoda.cluster.loadtest import compare, report
 from pagoda.cluster.loadtest.ideal import UnlimitedCache, ideal_cached_tokens
 from pagoda.cluster.loadtest.openai_target import OpenAITarget
-from pagoda.cluster.loadtest.records import LoadRequest, RequestRecord
+from pagoda.cluster.loadtest.records import RequestRecord
 from pagoda.cluster.loadtest.runner import LoadOptions, LoadResult, LoadRunner, LoadState
+from pagoda.cluster.loadtest.target import LoadRequest
 from pagoda.cluster.loadtest.workloads import ChatWorkload, RandomWorkload, Session, Turn
 
 

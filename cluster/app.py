@@ -24,6 +24,7 @@ from ray.serve.schema import LoggingConfig
 from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.front import Front
 from pagoda.cluster.ingress.live_requests import ABORT_GRACE_S
+from pagoda.cluster.listening import free_ports
 from pagoda.cluster.local_cluster import LocalCluster
 from pagoda.cluster.replica import Worker, WorkersRoot
 from pagoda.cluster.router import ROUTER_OPTIONS
@@ -66,6 +67,8 @@ class ServiceFailedError(PagodaError):
 
 def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
     """Every Ray and Serve flag that we depend on, set explicitly; `scratch` is a folder for HAProxy's files."""
+    num_grpc_ports = 2 * config.num_ingresses + 16  # while one set of ingresses replaces another, there are two
+    first_grpc_port = free_ports(num_grpc_ports)
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray would run its processes, the model among them, behind everybody else's.
@@ -97,6 +100,11 @@ def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
+        # Serve's gRPC servers share a port with whoever listens there already, and answer for each other.
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(_free_port()),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first_grpc_port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first_grpc_port + num_grpc_ports - 1),
         # An idle ingress stops at once; a busy one gets the drain time.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
         # Whenever an ingress comes or goes, a new HAProxy takes over, and the old one ends with its last stream.

@@ -1,6 +1,5 @@
 """A client of an OpenAI chat API, as small as a terminal chat needs it: streaming, one answer at a time."""
 
-import json
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,18 +8,29 @@ from typing import Any
 
 import httpx
 
-from pagoda.worker.errors import PagodaError
+from pagoda.cluster.openai_stream import EventSplitter, NotAnEventError, StreamEvent, parse_event
+from pagoda.worker.errors import ConfigError, PagodaError
 
 Message = dict[str, str]
 _CONNECT_TIMEOUT_S = 10.0
 _READ_TIMEOUT_S = 600.0
 """Between two pieces of an answer; a long prompt on a busy CPU takes minutes."""
+_MAX_EVENT_BYTES = 8 * 2**20
 
 
 def root_url(url: str) -> str:
     """An OpenAI server's address as users give it, with or without scheme and `/v1`, as `http://host:port`."""
     root = url.rstrip("/").removesuffix("/v1")
     return root if "://" in root else f"http://{root}"
+
+
+def authorization(api_key: str | None) -> dict[str, str] | None:
+    """The header for a key, if there is one. Raises `ConfigError`."""
+    if api_key is None:
+        return None
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("api_key", "must be printable ASCII")
+    return {"Authorization": f"Bearer {api_key}"}
 
 
 class ChatError(PagodaError):
@@ -60,9 +70,11 @@ class ChatClient:
         self._url = root_url(url)
         self._clock = clock
         with self._errors():
+            if not httpx.URL(self._url).host:
+                raise httpx.InvalidURL("it names no host")
             self._http = httpx.Client(
                 base_url=f"{self._url}/v1",
-                headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+                headers=authorization(api_key),
                 timeout=httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
                 **options,
             )
@@ -97,18 +109,18 @@ class ChatClient:
         begin = self._clock()
         first = None
         with self._errors(), self._http.stream("POST", "/chat/completions", json=body) as response:
-            if response.is_error:
+            if not response.is_success:
                 response.read()
             _check(response)
             for event in _events(response):
-                piece = _take(event, answer)
-                if piece:
+                _note(event, answer)
+                if event.text:
                     now = self._clock()
                     first = now if first is None else first
                     answer.ttft_s = first - begin
                     answer.decode_s = now - first
-                    answer.text += piece
-                    yield piece
+                    answer.text += event.text
+                    yield event.text
         if answer.finish_reason is None:
             raise ChatError("the server broke off before the answer was complete")
 
@@ -118,7 +130,7 @@ class ChatClient:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise ChatError(f"no server answers at {self._url}; `pagoda serve` starts one") from error
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol, UnicodeError) as error:
             raise ChatError(f"{self._url} is not a URL: {error}") from error
         except httpx.TimeoutException as error:
             raise ChatError("the server took too long to answer") from error
@@ -137,42 +149,28 @@ def _check(response: httpx.Response) -> None:
     raise ChatError(f"the server answers {response.status_code}: {message}")
 
 
-def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The JSON of every server-sent event up to `[DONE]`."""
-    for line in _lines(response):
-        if not line.startswith(b"data:"):
-            continue  # comments, event names, the blank line between two events
-        data = line.removeprefix(b"data:").strip()
-        if data == b"[DONE]":
-            return
-        try:
-            event = json.loads(data)
-        except ValueError as error:
-            raise ChatError(f"the server sends what is not JSON: {data[:80].decode(errors='replace')}") from error
-        if not isinstance(event, dict):
-            raise ChatError(f"the server sends what is not an event: {data[:80].decode(errors='replace')}")
-        yield event
+def _events(response: httpx.Response) -> Iterator[StreamEvent]:
+    """Up to the one that says that nothing follows."""
+    splitter = EventSplitter()
+    try:
+        for data in response.iter_bytes():
+            for event in map(parse_event, splitter.feed(data)):
+                if event.is_done:
+                    return
+                yield event
+            if len(splitter.rest) > _MAX_EVENT_BYTES:
+                raise ChatError(f"the server sends an event of more than {_MAX_EVENT_BYTES} bytes")
+        yield parse_event(splitter.rest)
+    except NotAnEventError as error:
+        raise ChatError(f"the server sends what is {error}") from error
 
 
-def _lines(response: httpx.Response) -> Iterator[bytes]:
-    """Ended by line feeds only. httpx splits at all of Unicode's line ends, which JSON may hold as they are."""
-    rest = b""
-    for data in response.iter_bytes():
-        *lines, rest = (rest + data).split(b"\n")
-        yield from lines
-    yield rest
-
-
-def _take(event: dict[str, Any], answer: Answer) -> str:
-    """Note what an event says about the answer. Returns its text."""
-    if (error := event.get("error")) is not None:
-        raise ChatError(str(error.get("message", error) if isinstance(error, dict) else error))
-    if (usage := event.get("usage")) is not None:
-        answer.num_prompt_tokens = usage.get("prompt_tokens")
-        answer.num_output_tokens = usage.get("completion_tokens")
-        answer.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    text = ""
-    for choice in event.get("choices") or ():
-        text += choice.get("delta", {}).get("content") or ""
-        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-    return text
+def _note(event: StreamEvent, answer: Answer) -> None:
+    """Note what an event says about the answer."""
+    if event.error is not None:
+        raise ChatError(event.error)
+    if (usage := event.usage) is not None:
+        answer.num_prompt_tokens = usage.num_prompt_tokens
+        answer.num_output_tokens = usage.num_output_tokens
+        answer.num_cached_tokens = usage.num_cached_tokens
+    answer.finish_reason = event.finish_reason or answer.finish_reason

@@ -1,6 +1,10 @@
 """Where a service may listen, asked before it is started."""
 
+import random
 import socket
+from contextlib import ExitStack
+
+from pagoda.worker.errors import ConfigError
 
 HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
 """This machine only, or all its IPv4 addresses. With any other, IPv6 too, Ray Serve's HAProxy would listen where it is
@@ -16,3 +20,22 @@ def problem_with_listening(host: str, port: int) -> str | None:
         except OSError as error:
             return error.strerror or str(error)
     return None
+
+
+_INNER_PORTS = range(20_000, 30_000)
+"""Above those that Ray gives to its workers, below those that the system gives to clients."""
+_MAX_TRIES = 100
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` ports in a row on which nobody listens, at a random place. Raises `ConfigError`."""
+    for _ in range(_MAX_TRIES):
+        first = random.randrange(_INNER_PORTS.start, _INNER_PORTS.stop - count)
+        with ExitStack() as probes:
+            try:
+                for port in range(first, first + count):
+                    probes.enter_context(socket.socket()).bind(("", port))
+            except OSError:
+                continue
+        return first
+    raise ConfigError("num_ingresses", f"there are no {count} free ports in a row for them")

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
+from pagoda.cluster.chat_client import authorization
 from pagoda.cluster.commands.bench_run import BenchPlan, run_bench
 from pagoda.cluster.loadtest import compare, report
 from pagoda.cluster.loadtest.arrivals import ARRIVAL_KINDS
@@ -188,8 +189,7 @@ def _plan(options: dict[str, Any], *, has_times: bool) -> BenchPlan:
         raise ConfigError(given[1], f"cannot be given with --{given[0]}")
     if not given and not has_times:
         raise ConfigError("rate", "one of --rate, --rates and --concurrency is needed")
-    if common["api_key"] is not None and not (common["api_key"].isascii() and common["api_key"].isprintable()):
-        raise ConfigError("api_key", "must be printable ASCII")
+    authorization(common["api_key"])
     slo = {name: options.pop(f"slo_{name}_ms") for name in ("ttft", "tpot", "e2e")}
     for name, value in slo.items():
         if value is not None:

@@ -4,7 +4,8 @@ import asyncio
 import resource
 import sys
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,22 +76,32 @@ async def _bench(workload: Workload, plan: BenchPlan) -> bool:
         target.model = await _model(target, plan.model)
         if plan.rates:
             return await _ramp(workload, target, plan)
-        click.echo(f"{workload.name} on {target.model} at {plan.grpc or plan.url}", err=True)
+        _say(f"{workload.name} on {target.model} at {plan.grpc or plan.url}", err=True)
         summary, records = await _measure(workload, target, plan, plan.options)
     finally:
         await target.close()
     summary = _head(workload, target, plan) | summary
-    try:
-        _save(plan, summary, records, [record.as_json() for record in records])
-    finally:  # behind it, since whoever reads this may have hung up
-        for line in report.lines(summary):
-            click.echo(line)
+    _save(plan, summary, records, [record.as_json() for record in records])
+    for line in report.lines(summary):
+        _say(line)
     return bool(summary["num_requests"]) and not summary["failed_requests"] and not summary["was_interrupted"]
 
 
 def _head(workload: Workload, target: Target, plan: BenchPlan) -> dict[str, Any]:
-    """What was measured."""
-    return {"workload": workload.name, "model": target.model, "seed": plan.options.seed} | plan.notes
+    """What was measured, and how."""
+    load = plan.options
+    return {
+        "workload": workload.name,
+        "model": target.model,
+        "target": plan.grpc or plan.url,
+        "seed": load.seed,
+        "sessions_per_s": load.rate,
+        "arrivals": load.arrivals if load.concurrency is None else None,
+        "concurrency": load.concurrency,
+        "planned_rates": list(plan.rates) or None,
+        "temperature": plan.temperature,
+        **{f"slo_{name}": limit for name, limit in asdict(plan.slo).items()},
+    } | plan.notes
 
 
 async def _ramp(workload: Workload, target: Target, plan: BenchPlan) -> bool:
@@ -101,20 +112,24 @@ async def _ramp(workload: Workload, target: Target, plan: BenchPlan) -> bool:
     for index, rate in enumerate(plan.rates):
         if index and await _was_cancelled(asyncio.sleep(_PAUSE_BETWEEN_RATES_S)):
             break
-        click.echo(f"{workload.name} on {target.model}: {rate:g} sessions/s", err=True)
+        _say(f"{workload.name} on {target.model}: {rate:g} sessions/s", err=True)
         options = replace(plan.options, rate=rate, seed=plan.options.seed + index)
         summary, records = await _measure(workload, target, plan, options)
         stages.append({"rate": rate, "seed": options.seed} | summary)
         requests += [{"stage": index} | record.as_json() for record in records]
         for line in report.lines(summary):
-            click.echo(line)
+            _say(line)
         if summary["was_interrupted"]:
             break
     totals = {name: sum(stage[name] for stage in stages) for name in ("num_requests", "failed_requests")}
-    result = _head(workload, target, plan) | {"knee_rate": report.knee(stages)} | totals
-    _save(plan, result | {"stages": stages}, records, requests)
-    click.echo(f"knee: {result['knee_rate'] or 'below the lowest rate'}, the highest rate with 90 % of requests good")
     was_whole = len(stages) == len(plan.rates) and not stages[-1]["was_interrupted"]
+    result = (
+        _head(workload, target, plan) | {"knee_rate": report.knee(stages), "was_interrupted": not was_whole} | totals
+    )
+    _save(plan, result | {"stages": stages}, records, requests)
+    _say(f"knee: {result['knee_rate'] or 'below the lowest rate'}, the highest rate with 90 % of requests good")
+    if not was_whole:
+        _say(f"interrupted: {len(stages)} of {len(plan.rates)} rates were tried")
     return was_whole and not totals["failed_requests"]
 
 
@@ -138,7 +153,7 @@ async def _measure(
 
     async def find_ideal() -> None:
         nonlocal ideal
-        click.echo(f"asking for the tokens of {len(result.requests)} prompts (Ctrl-C goes on without)", err=True)
+        _say(f"asking for the tokens of {len(result.requests)} prompts (Ctrl-C goes on without)", err=True)
         prompts = await tokenize_all(target, result.requests)
         ideal = None if prompts is None else ideal_cached_tokens(result.records, prompts)
 
@@ -171,14 +186,15 @@ async def _model(target: Target, wanted: str | None) -> str:
 
 def _check_outputs(plan: BenchPlan) -> None:
     """Raises `ConfigError` now, not when all is done."""
-    if not plan.output.name:
-        raise ConfigError("output", f"cannot write {plan.output}: must be a file")
+    if plan.output.suffix != ".json":
+        raise ConfigError("output", f"must end in .json, got {plan.output}")
     paths = {"output": [plan.output, compare.requests_path(plan.output)], "html": [plan.html] if plan.html else []}
     if plan.html and plan.html.resolve() in [path.resolve() for path in paths["output"]]:
         raise ConfigError("html", f"{plan.html} is where the figures go")
     for name, outputs in paths.items():
-        for path in outputs:
-            if plan.trace is not None and path.resolve() == plan.trace.resolve():
+        for output in outputs:
+            path = output.resolve()  # what a link stands for, which may not be there yet
+            if plan.trace is not None and path == plan.trace.resolve():
                 raise ConfigError(name, f"{path} would overwrite the trace")
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -196,13 +212,19 @@ def _save(
     """`requests` go into a file, `records` are drawn."""
     try:
         compare.save(plan.output, compare.Run(summary, requests))
-        click.echo(f"wrote {plan.output} and {compare.requests_path(plan.output)}", err=True)
+        _say(f"wrote {plan.output} and {compare.requests_path(plan.output)}", err=True)
         if plan.html is not None:
             page = render(f"{summary['workload']} on {summary['model']}", summary, records)
             plan.html.write_text(page, encoding="utf-8")
-            click.echo(f"wrote {plan.html}", err=True)
+            _say(f"wrote {plan.html}", err=True)
     except OSError as error:
         raise ConfigError("output", f"cannot write: {error}") from error
+
+
+def _say(text: str = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print; whoever has read this may have hung up, which is no reason to lose what was measured."""
+    with suppress(OSError):
+        click.echo(text, err=err, nl=nl)
 
 
 class _Progress:
@@ -222,8 +244,8 @@ class _Progress:
             f"{state.num_running} requests running, {state.num_succeeded} done, {state.num_failed} failed, "
             f"{state.num_tokens / max(state.elapsed_s, 1e-9):,.0f} tokens/s"
         )
-        click.echo(f"\r{line}\033[K" if self._is_watched else line, err=True, nl=not self._is_watched)
+        _say(f"\r{line}\033[K" if self._is_watched else line, err=True, nl=not self._is_watched)
 
     def close(self) -> None:
         if self._is_watched and self._num_shown:
-            click.echo(err=True)
+            _say(err=True)

@@ -1,6 +1,8 @@
 """`pagoda chat`: a conversation in the terminal with a model that is served somewhere."""
 
 import contextlib
+import math
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,8 +11,11 @@ from typing import Any
 import click
 
 from pagoda.cluster.chat_client import Answer, ChatClient, ChatError, Message
+from pagoda.worker.errors import ConfigError
 
 _HELP = "/clear starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
+"""What a model writes must not steer the terminal."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop")
 
 
@@ -34,6 +39,12 @@ def chat(url: str, model: str | None, system: str | None, api_key: str | None, *
     everything else to standard error.
     """
     given = {name: value for name in _SAMPLING if (value := sampling[name]) not in (None, ())}
+    for name, value in given.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(name, f"must be finite, got {value}")
+    for name, texts in (("system", (system or "",)), ("stop", sampling["stop"])):
+        if not all(map(_is_text, texts)):
+            raise ConfigError(name, "is not text")
     with closing(ChatClient(url, api_key=api_key)) as client:
         served = client.models()
         if not served:
@@ -63,6 +74,14 @@ def _talk(client: ChatClient, model: str, system: str | None, sampling: dict[str
             case "/help":
                 click.echo(_HELP, err=True)
                 continue
+            case command if is_interactive and re.fullmatch("/[a-z]+", command):
+                click.echo(f"there is no {command}; {_HELP}", err=True)
+                continue
+        if not _is_text(line):
+            if not is_interactive:
+                raise ChatError("the input is not text")
+            click.echo("Error: that is not text", err=True)
+            continue
         messages.append({"role": "user", "content": line})
         answer = Answer()
         try:
@@ -83,7 +102,7 @@ def _show(client: ChatClient, model: str, messages: list[Message], sampling: dic
     try:
         with closing(client.ask(model, messages, sampling, answer)) as pieces:
             for piece in pieces:
-                click.echo(piece, nl=False)
+                click.echo(piece.translate(_CONTROL_PICTURES) if sys.stdout.isatty() else piece, nl=False)
     except KeyboardInterrupt:
         is_stopped = True
     finally:
@@ -116,7 +135,7 @@ def _lines(*, is_interactive: bool) -> Iterator[str]:
             for line in sys.stdin:
                 yield line.rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise click.ClickException(f"the input is not text: {error}") from error
+            raise ChatError(f"the input is not text: {error}") from error
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (gives `input` history and editing)
@@ -128,3 +147,8 @@ def _lines(*, is_interactive: bool) -> Iterator[str]:
         except EOFError:
             click.echo(err=True)
             return
+
+
+def _is_text(line: str) -> bool:
+    """Bytes that were none are surrogates here."""
+    return not any("\ud800" <= character <= "\udfff" for character in line)

@@ -47,8 +47,8 @@ class SameAnswers:
 
 
 def requests_path(path: Path) -> Path:
-    """Where the requests of a run lie."""
-    return path.with_suffix(".requests.jsonl")
+    """Where the requests of a run lie whose figures are in `path`, which ends in .json."""
+    return path.with_name(path.name.removesuffix(".json") + ".requests.jsonl")
 
 
 def save(path: Path, run: Run) -> None:
@@ -65,11 +65,20 @@ def load(path: Path) -> Run:
         requests = [json.loads(line) for line in requests_path(path).read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise ConfigError("run", f"cannot read {error.filename}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError("run", f"{path} is no saved run: {error}") from error
-    if not isinstance(summary, dict) or not all(isinstance(request, dict) for request in requests):
+    stages = summary.get("stages", []) if isinstance(summary, dict) else None
+    if (
+        not isinstance(stages, list)
+        or not all(isinstance(stage, dict) and _is_number(stage.get("rate")) for stage in stages)
+        or not all(isinstance(request, dict) for request in requests)
+    ):
         raise ConfigError("run", f"{path} is no saved run")
     return Run(summary, requests)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def same_answers(before: Run, after: Run) -> SameAnswers:
@@ -82,7 +91,7 @@ def same_answers(before: Run, after: Run) -> SameAnswers:
                 str(request.get("text_digest")),
             )
             for request in run.requests
-            if request.get("error") is None
+            if request.get("error") is None and "text_digest" in request
         }
 
     one, other = digests(before), digests(after)
@@ -100,10 +109,10 @@ def same_answers(before: Run, after: Run) -> SameAnswers:
 def lines(before: Run, after: Run) -> list[str]:
     """For people to read."""
     text = [f"{'':>24} {'before':>12} {'after':>12} {'ratio':>8}", *_figures(before.summary, after.summary)]
-    stages = {stage["rate"]: stage for stage in before.summary.get("stages", ())}
-    for stage in after.summary.get("stages", ()):
-        if stage["rate"] in stages:
-            text += [f"{stage['rate']:g} sessions/s", *_figures(stages[stage["rate"]], stage)]
+    stages, later = ({each["rate"]: each for each in run.summary.get("stages", ())} for run in (before, after))
+    for rate in sorted(stages.keys() | later.keys()):
+        only = "" if rate in stages and rate in later else f", {'before' if rate in stages else 'after'} only"
+        text += [f"{rate:g} sessions/s{only}", *_figures(stages.get(rate, {}), later.get(rate, {}))]
     same = same_answers(before, after)
     text.append(
         f"answers: {same.num_equal} equal, {same.num_different} different, {same.num_other_prompt} to other prompts, "
@@ -116,7 +125,11 @@ def _figures(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     text = []
     for name in COMPARED:
         old, new = before.get(name), after.get(name)
-        if isinstance(old, int | float) and isinstance(new, int | float):
-            ratio = f"{new / old:8.3f}" if old else f"{'-':>8}"
-            text.append(f"{name:>24} {old:12,.2f} {new:12,.2f} {ratio}")
+        if _is_number(old) or _is_number(new):
+            ratio = f"{new / old:8.3f}" if _is_number(old) and _is_number(new) and old else f"{'-':>8}"
+            text.append(f"{name:>24} {_shown(old)} {_shown(new)} {ratio}")
     return text
+
+
+def _shown(value: Any) -> str:
+    return f"{value:12,.2f}" if _is_number(value) else f"{'-':>12}"

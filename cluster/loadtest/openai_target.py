@@ -12,8 +12,9 @@ from typing import Any
 
 import aiohttp
 
-from pagoda.cluster.chat_client import root_url
+from pagoda.cluster.chat_client import authorization, root_url
 from pagoda.cluster.loadtest.target import TOKENIZE_TIMEOUT_S, Answer, LoadRequest, SendError, TargetError
+from pagoda.cluster.openai_stream import EventSplitter, NotAnEventError, count, parse_event
 
 _CONNECT_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 2.0
@@ -21,6 +22,7 @@ _KEEPALIVE_S = 2.0
 _STALE_S = 0.25
 """A kept connection that breaks within this was closed before the request came; later, the request has failed."""
 _EOF_WAIT_S = 0.05
+_DETAIL_WAIT_S = 0.3
 _MAX_EVENT_BYTES = 8 * 2**20
 _MAX_DETAIL_BYTES = 2_000
 _PIECES_PER_TOKEN, _MORE_PIECES, _MORE_EVENTS = 8, 64, 10_000
@@ -53,15 +55,23 @@ class OpenAITarget:
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+            headers=authorization(api_key),
             read_bufsize=2**20,
             trace_configs=[tracing],
         )
+        self._http_anew = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=self._http.timeout,
+            headers=authorization(api_key),
+            read_bufsize=2**20,
+        )
+        """Over a new connection each."""
         self._ending: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         await asyncio.gather(*self._ending)
         await self._http.close()
+        await self._http_anew.close()
 
     async def models(self) -> list[str]:
         """Names of what is served. Raises `TargetError`."""
@@ -115,34 +125,31 @@ class OpenAITarget:
 
     async def _post(self, url: str, body: dict[str, Any], answer: Answer) -> aiohttp.ClientResponse:
         """Sent once more, and counted, if a kept connection turns out to be closed, as servers may do at any time."""
-        for may_repeat in (True, False):
-            connection, sent_s = _Connection(), self._clock()
-            try:
-                return await self._http.post(url, json=body, allow_redirects=False, trace_request_ctx=connection)
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                was_stale = connection.is_reused and self._clock() - sent_s <= _STALE_S
-                if not (may_repeat and was_stale):
-                    raise
-                answer.num_resent += 1
-        raise AssertionError("the second time returns or raises")
+        connection, sent_s = _Connection(), self._clock()
+        try:
+            return await self._http.post(url, json=body, allow_redirects=False, trace_request_ctx=connection)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            if not connection.is_reused or self._clock() - sent_s > _STALE_S:
+                raise
+        answer.num_resent += 1
+        return await self._http_anew.post(url, json=body, allow_redirects=False)
 
     async def _read(self, response: aiohttp.ClientResponse, answer: Answer, most_pieces: int) -> None:
         if response.status != 200:
-            detail = await response.content.read(_MAX_DETAIL_BYTES)
-            raise SendError(f"http_{response.status}", detail.decode(errors="replace"))
-        rest, is_done, parts, num_events = b"", False, response.content, 0
-        while not is_done and (data := await parts.readany()):
+            raise SendError(f"http_{response.status}", await _detail(response))
+        splitter, is_done, num_events = EventSplitter(), False, 0
+        while not is_done and (data := await response.content.readany()):
             now = self._clock()
-            *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
-            for event in events:
-                is_done = take_event(event, answer, now) or is_done
-            if len(rest) > _MAX_EVENT_BYTES:
+            for event in splitter.feed(data):
+                num_events += 1
+                if is_done := take_event(event, answer, now):
+                    break
+            if len(splitter.rest) > _MAX_EVENT_BYTES:
                 raise SendError("garbage", f"an event of more than {_MAX_EVENT_BYTES} bytes")
-            num_events += len(events)
             if len(answer.piece_s) > most_pieces or num_events > most_pieces + _MORE_EVENTS:
                 raise SendError("garbage", "goes on and on beyond max_tokens")
-        if rest.strip() and not is_done:
-            is_done = take_event(rest, answer, self._clock())
+        if splitter.rest.strip() and not is_done:
+            is_done = take_event(splitter.rest, answer, self._clock())
         answer.end_s = self._clock()
         if answer.finish_reason is None:
             raise SendError("cut" if not is_done or answer.piece_s else "garbage", "ended without a finish reason")
@@ -160,7 +167,7 @@ class OpenAITarget:
                 if response.status != 200:
                     return None
                 tokens = json.loads(await response.read())["tokens"]
-                return [_count(token) for token in tokens]
+                return [count(token) for token in tokens]
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
@@ -177,6 +184,15 @@ async def _note_reuse(_: aiohttp.ClientSession, context: SimpleNamespace, __: An
         context.trace_request_ctx.is_reused = True
 
 
+async def _detail(response: aiohttp.ClientResponse) -> str:
+    """What a refusal says, if it comes: the status alone says enough."""
+    try:
+        async with asyncio.timeout(_DETAIL_WAIT_S):
+            return (await response.content.read(_MAX_DETAIL_BYTES)).decode(errors="replace")
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        return f"its body does not come: {type(error).__name__}"
+
+
 async def _end(response: aiohttp.ClientResponse) -> None:
     """Wait a little for the end behind `[DONE]`, so that the connection can be used again."""
     with suppress(aiohttp.ClientError, OSError, TimeoutError):
@@ -188,41 +204,20 @@ async def _end(response: aiohttp.ClientResponse) -> None:
 
 def take_event(event: bytes, answer: Answer, now: float) -> bool:
     """Put a server-sent event into `answer`; whether it says that the stream is done. Raises `SendError`."""
-    data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
-    if not data:
-        if event.strip() and not all(line[:1] == b":" or b":" in line for line in event.strip().split(b"\n")):
-            raise SendError("garbage", f"no event: {event[:200]!r}")
-        return False
-    if data == b"[DONE]":
-        return True
     try:
-        chunk = json.loads(data)
-        if (error := chunk.get("error")) is not None:
-            raise SendError("error_event", json.dumps(error))
-        if (usage := chunk.get("usage")) is not None:
-            answer.num_prompt_tokens = _count(usage["prompt_tokens"])
-            num_output = usage.get("completion_tokens")
-            answer.num_output_tokens = None if num_output is None else _count(num_output)
-            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-            answer.num_cached_tokens = None if cached is None else _count(cached)
-        for choice in chunk["choices"]:
-            delta = choice.get("delta")
-            text = choice["text"] if delta is None else delta.get("content") or delta.get("reasoning_content")
-            reason = choice.get("finish_reason")
-            if not isinstance(text, str | None) or not isinstance(reason, str | None):
-                raise TypeError("text and finish_reason are strings")
-            if text:
-                answer.text.append(text)
-            if text or (reason and not answer.piece_s):  # an answer may be one token without text
-                answer.piece_s.append(now)
-            if reason:
-                answer.finish_reason = reason
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SendError("garbage", f"{type(error).__name__} in {data[:200]!r}") from error
-    return False
-
-
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise ValueError(f"{value!r} is no count")
-    return value
+        parsed = parse_event(event)
+    except NotAnEventError as error:
+        raise SendError("garbage", str(error)) from error
+    if parsed.error is not None:
+        raise SendError("error_event", parsed.error)
+    if (usage := parsed.usage) is not None:
+        answer.num_prompt_tokens = usage.num_prompt_tokens
+        answer.num_output_tokens = usage.num_output_tokens
+        answer.num_cached_tokens = usage.num_cached_tokens
+    text = parsed.reasoning + parsed.text
+    if text:
+        answer.text.append(text)
+    if text or (parsed.finish_reason and not answer.piece_s):  # an answer may be one token without text
+        answer.piece_s.append(now)
+    answer.finish_reason = parsed.finish_reason or answer.finish_reason
+    return parsed.is_done

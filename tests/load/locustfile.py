@@ -13,6 +13,7 @@ from locust import HttpUser, task
 from pagoda.cluster.loadtest.openai_target import take_event
 from pagoda.cluster.loadtest.target import Answer, SendError
 from pagoda.cluster.loadtest.workloads import ChatWorkload
+from pagoda.cluster.openai_stream import EventSplitter
 
 TIMEOUT_S = 600.0
 SESSIONS = ChatWorkload().sessions(seed=random.randrange(2**31))
@@ -69,8 +70,7 @@ class ChatUser(HttpUser):
 
     @staticmethod
     def read(response: Any, answer: Answer) -> None:
-        rest = b""
+        splitter = EventSplitter()
         for data in response.iter_content(None):
-            *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
-            for event in events:
+            for event in splitter.feed(data):
                 take_event(event, answer, time.monotonic())

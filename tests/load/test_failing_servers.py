@@ -56,6 +56,8 @@ class Given:
 FAILURES: dict[str, tuple[str, Script]] = {
     "429": ("http_429", [head(429), b'{"error": {"message": "full"}}']),
     "500 with garbage": ("http_500", [head(500, "text/html"), b"\xff\xfe<html>"]),
+    "429 without a word": ("http_429", [head(429), HANG]),
+    "429 and reset": ("http_429", [b"HTTP/1.1 429 X\r\nContent-Length: 100\r\n\r\n", 0.01, RESET]),
     "reset at once": ("reset", [RESET]),
     "reset after the head": ("cut", [head(), 0.01, RESET]),
     "reset in the middle": ("cut", [head(), text("a"), 0.01, RESET]),
@@ -186,7 +188,24 @@ async def test_a_connection_that_was_closed_meanwhile_is_no_failure() -> None:
     async with scripted_server(lambda *_: [whole, ASKED_AGAIN, RESET]) as server:
         summary = await one_after_the_other(server.url, num_turns=4)
         assert len(server.bodies) == 4
-    assert (summary["succeeded_requests"], summary["failed_requests"], summary["resent_requests"]) == (4, 0, 3)
+    assert (summary["succeeded_requests"], summary["failed_requests"], summary["resent_requests"]) == (4, 0, 2)
+
+
+async def test_a_server_that_keeps_no_promise_to_keep_connections() -> None:
+    """Scenario: a balancer that has forgotten all of them. Sent once more means: over a new one."""
+    whole = kept(text("a", "stop") + DONE)
+    async with scripted_server(lambda *_: [whole, ASKED_AGAIN, RESET]) as server:
+        sessions = tuple(Session(number, tuple(Turn("x", 1) for _ in range(3)), start_s=0.0) for number in range(6))
+        target = OpenAITarget(server.url, model="m")
+        result = await LoadRunner(Given(sessions), target, LoadOptions(as_recorded=True)).run()
+        await target.close()
+    summary = summarize(result, Slo())
+    assert (summary["succeeded_requests"], summary["failed_requests"]) == (18, 0)
+
+
+async def test_what_comes_behind_the_end_is_not_read() -> None:
+    async with scripted_server(lambda *_: [*answered("a")[:-1], DONE + event({"error": {"message": "no"}})]) as server:
+        assert (await load(server.url, ("good",)))["succeeded_requests"] == 1
 
 
 async def test_a_server_that_dies_of_a_request_is_not_sent_it_again() -> None:

@@ -22,6 +22,8 @@ from pagoda.cluster.loadtest.runner import LoadOptions, LoadResult, LoadRunner, 
 from pagoda.cluster.loadtest.target import LoadRequest
 from pagoda.cluster.loadtest.workloads import ChatWorkload, RandomWorkload, Session, Turn
 
+PAGODA = Path(sys.executable).with_name("pagoda")
+
 
 @dataclass(frozen=True, slots=True)
 class Given:
@@ -255,7 +257,13 @@ def test_compare_of_other_workloads(tmp_path: Path) -> None:
     assert same == compare.SameAnswers(0, 0, num_other_prompt=1, num_in_one_only=0)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"a": 1}\n{'])
+NO_RUNS = (
+    "{", "[]", '{"a": 1}\n{', "[" * 200_000, '{"stages": null}', '{"stages": [1]}', '{"stages": [{"x": 1}]}',
+    '{"stages": [{"rate": [1]}]}', '{"stages": [{"rate": "a"}]}', '{"stages": [{"rate": 1e999}]}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("content", NO_RUNS)
 def test_compare_with_what_is_no_run(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
     (tmp_path / "a.requests.jsonl").write_text("")
@@ -269,14 +277,28 @@ def test_compare_rate_by_rate(tmp_path: Path) -> None:
     for name, kept in (("a", stages), ("b", stages[1:])):
         compare.save(tmp_path / f"{name}.json", compare.Run({"failed_requests": 0, "stages": kept}, []))
     lines = compare.lines(*(compare.load(tmp_path / f"{name}.json") for name in "ab"))
-    assert "1 sessions/s" not in lines
+    assert "1 sessions/s, before only" in lines
     assert "ttft_p50_ms     2,000.00     2,000.00    1.000" in "\n".join(lines[lines.index("2 sessions/s") :])
+
+
+def test_compare_with_a_run_that_has_no_such_figure(tmp_path: Path) -> None:
+    """As one in which everything failed; and numbers that are too large to show."""
+    for name, summary in (("a", {"ttft_p50_ms": 1.5, "hit_ratio": 10**400}), ("b", {"ttft_p50_ms": None})):
+        compare.save(tmp_path / f"{name}.json", compare.Run(summary, [{}]))
+    _, figure, answers = compare.lines(*(compare.load(tmp_path / f"{name}.json") for name in "ab"))
+    assert figure.split() == ["ttft_p50_ms", "1.50", "-", "-"]
+    assert answers.startswith("answers: 0 equal, 0 different")
+
+
+def test_runs_lie_apart(tmp_path: Path) -> None:
+    """Scenario: names with a dot, such as a temperature, shared one file of requests."""
+    assert compare.requests_path(tmp_path / "run-0.5.json") == tmp_path / "run-0.5.requests.jsonl"
 
 
 def test_a_trace_is_not_overwritten(tmp_path: Path) -> None:
     trace = tmp_path / "t.requests.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [0]}\n')
-    for option in (["--output", str(tmp_path / "t.json")], ["--html", str(trace)], ["--output", str(trace)]):
+    for option in (["--output", str(tmp_path / "t.json")], ["--html", str(trace)]):
         outcome = CliRunner().invoke(main, ["bench", "trace", str(trace), *option])
         assert outcome.exit_code == 1
         assert "would overwrite the trace" in outcome.output
@@ -297,7 +319,9 @@ BAD_OPTIONS = {
     "--rate 1 --output-tokens -5": "--output-tokens: must be between",
     "--rate 1 --timeout-s 0": "--timeout-s: must be between",
     "--rate 1 --output /proc/none/load.json": "--output: cannot write /proc/none",
-    "--rate 1 --output /": "--output: cannot write /",
+    "--rate 1 --output /": "--output: must end in .json",
+    "--rate 1 --output load.txt": "--output: must end in .json",
+    "--rate 1 --output /proc/load.json": "--output: cannot write /proc/load.json",
     "--rate 1 --html /proc/none/load.html": "--html: cannot write /proc/none",
     "--rate 1 --output load.json --html load.json": "--html: load.json is where the figures go",
     "--rate 1 --api-key a\u2028b": "--api-key: must be printable ASCII",
@@ -315,9 +339,37 @@ def test_bad_options(options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not list(tmp_path.iterdir())
 
 
+def test_outputs_behind_a_link(tmp_path: Path) -> None:
+    """The link stays a link, and nothing is left where it leads."""
+    link = tmp_path / "load.json"
+    link.symlink_to(tmp_path / "elsewhere.json")
+    options = ("--rate", "1", "--output", str(link), "--url", "http://127.0.0.1:1")
+    assert CliRunner().invoke(main, ["bench", "chat", *options]).exit_code == 1
+    assert link.is_symlink()
+    assert not link.exists()
+
+
+async def test_results_outlive_their_readers(tmp_path: Path) -> None:
+    """Scenario: `pagoda bench ... 2>&1 | head -1`, with one rate and with several."""
+    async with scripted_server(lambda *_: [*chat_answer("a")]) as server:
+        for load in (("--concurrency", "1", "--sessions", "1"), ("--rates", "20,40", "--duration-s", "0.2")):
+            output, page = tmp_path / "load.json", tmp_path / "load.html"
+            options = (*load, "--url", server.url, "--output", str(output), "--html", str(page), "--turns", "1")
+            command = [str(PAGODA), "bench", "chat", *options]
+            process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
+            assert process.stdout is not None
+            await process.stdout.readline()
+            process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]
+            assert await process.wait() == 0
+            assert len(json.loads(output.read_text()).get("stages", [1, 1])) == 2
+            assert page.exists()
+            output.unlink()
+            page.unlink()
+
+
 async def pagoda(*arguments: str) -> None:
     """`pagoda bench` in a process of its own, which succeeds."""
-    command = Path(sys.executable).with_name("pagoda")
+    command = PAGODA
     process = await asyncio.create_subprocess_exec(command, "bench", *arguments, stdout=PIPE, stderr=STDOUT)
     output, _ = await process.communicate()
     assert process.returncode == 0, output.decode()

@@ -1,7 +1,11 @@
 """`pagoda chat` with input from a pipe, against a server that says what the test tells it to."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -124,6 +128,10 @@ def test_ctrl_c_stops_an_answer(server: FakeOpenAI, monkeypatch: pytest.MonkeyPa
         ([piece("a")], "broke off before the answer was complete"),
         ([piece("a"), "data: {]\n\n"], "not JSON"),
         ([piece("a"), "data: 7\n\n"], "not an event"),
+        ([piece("a"), {"choices": [{"delta": {"content": [1]}}]}], "not an event"),
+        ([piece("a"), {"choices": [], "usage": [1]}], "not an event"),
+        (["data: " + "[" * 100_000 + "\n\n"], "not JSON"),
+        ((307, ""), "answers 307: Temporary Redirect"),
     ],
 )
 def test_error_in_a_pipe_ends_with_one_line(server: FakeOpenAI, reply: object, said: str) -> None:
@@ -133,6 +141,43 @@ def test_error_in_a_pipe_ends_with_one_line(server: FakeOpenAI, reply: object, s
     assert result.exit_code == 1
     assert said in result.stderr.splitlines()[-1]
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
+def test_input_that_is_not_text(server: FakeOpenAI, locale: str) -> None:
+    """In the locale of containers, Python lets such bytes through as half surrogates."""
+    command = [Path(sys.executable).with_name("pagoda"), "chat", "--url", server.url]
+    environment = os.environ | {"LC_ALL": locale, "PYTHONIOENCODING": "utf-8:surrogateescape"}
+    for extra, stdin in (([], b"abc\xff\n"), (["--system", b"\xff"], b"a\n"), (["--stop", b"\xff"], b"a\n")):
+        result = subprocess.run([*command, *extra], input=stdin, capture_output=True, env=environment, check=False)
+        assert result.returncode == 1
+        assert b"Traceback" not in result.stderr
+        assert b"not text" in result.stderr.splitlines()[-1]
+    assert not server.requests
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--temperature", "nan"), "--temperature: must be finite"),
+        (("--top-p", "inf"), "--top-p: must be finite"),
+        (("--api-key", "ä€"), "--api-key: must be printable ASCII"),
+        (("--url", f"http://{'a' * 70}.x"), "is not a URL"),
+        (("--url", ""), "is not a URL"),
+    ],
+)
+def test_bad_options(server: FakeOpenAI, options: tuple[str, ...], said: str) -> None:
+    result = chat(server, "a\n", *options)
+    assert result.exit_code == 1
+    assert said in result.stderr.splitlines()[-1]
+    assert not server.requests
+
+
+def test_half_a_surrogate_pair(server: FakeOpenAI) -> None:
+    server.answers = [[piece("a\ud800b", "stop"), DONE], answer("c")]
+    result = chat(server, "x\ny\n")
+    assert (result.exit_code, result.stdout) == (0, "a?b\nc\n")
+    assert server.requests[1]["messages"][1]["content"] == "a?b"
 
 
 def test_no_server() -> None:

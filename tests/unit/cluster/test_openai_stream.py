@@ -1,0 +1,48 @@
+"""Events, however they are cut and whatever their lines end in."""
+
+import pytest
+
+from pagoda.cluster.openai_stream import EventSplitter, NotAnEventError, StreamEvent, Usage, parse_event
+
+STREAM = (
+    b': hello\n\ndata: {"choices": [{"delta": {"role": "assistant"}}]}\n\n'
+    b'data: {"choices": [{"delta":\ndata: {"content": "H\xc3\xa9"}}]}\n\n'
+    b'event: x\ndata: {"choices": [{"delta": null, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+)
+EVENTS = [StreamEvent(), StreamEvent(), StreamEvent("Hé"), StreamEvent(finish_reason="stop"), StreamEvent(is_done=True)]
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_cut_anywhere(line_end: bytes, bom: bytes, size: int) -> None:
+    splitter, data, events = EventSplitter(), bom + STREAM.replace(b"\n", line_end), []
+    for start in range(0, len(data), size):
+        events += [parse_event(event) for event in splitter.feed(data[start : start + size])]
+    if splitter.rest.strip():  # behind a CR an LF may still come
+        events.append(parse_event(splitter.rest))
+    assert events == EVENTS
+
+
+def test_all_that_an_event_may_say() -> None:
+    assert parse_event(
+        b'data: {"choices": [{"text": "a", "finish_reason": null}, {"delta": {"reasoning": "b"}}], '
+        b'"usage": {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}}'
+    ) == StreamEvent("a", "b", usage=Usage(3, 2, 1))
+    assert parse_event(b'data: {"error": {"message": "no"}}').error == "no"
+    assert parse_event(b'data: {"error": "no"}').error == '"no"'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"<html>", b"data: {", b"data: 7", b"data: {}", b"data: " + b"[" * 100_000, b'data: {"choices": 5}',
+        b'data: {"choices": ["x"]}', b'data: {"choices": [{"delta": {"content": 5}}]}', b'data: {"choices": [{}]}',
+        b'data: {"choices": [{"text": "a", "finish_reason": 1}]}', b'data: {"choices": [], "usage": 5}',
+        b'data: {"choices": [], "usage": {"prompt_tokens": "5"}}',
+        b'data: {"choices": [], "usage": {"prompt_tokens": 5, "prompt_tokens_details": 5}}',
+    ],
+)  # fmt: skip
+def test_what_is_no_event(data: bytes) -> None:
+    with pytest.raises(NotAnEventError):
+        parse_event(data)

@@ -10,11 +10,11 @@ TELL := sed -un '/^ *Downloading.*([0-9]\{3,\}\.[0-9] MB)/p; /^Installing/p'
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: setup lint type test serve proto profile bench bench-cpu bench-engine bench-tokenize bench-serving bench-load clean
+.PHONY: setup lint type test serve proto profile bench bench-cpu bench-engine bench-tokenize bench-serving bench-load bench-directory clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make serve         set up and serve a small model on http://127.0.0.1:8000/v1"
+	@echo "make serve         set up and serve a small model, by two workers, on http://127.0.0.1:8000/v1"
 	@echo "make test          set up, lint, check types and imports, run every test"
 	@echo "make setup         only set up, in $(VENV)"
 	@echo "make lint type     only these checks"
@@ -25,6 +25,7 @@ help:
 	@echo "make bench-tokenize  what the token cache saves; writes build/bench/tokenize.json"
 	@echo "make bench-serving   what HTTP, Serve and gRPC cost; writes build/bench/serving.json"
 	@echo "make bench-load      a minute of conversations, and what the load generator needs itself; build/bench/load.json, .html"
+	@echo "make bench-directory the prefix directory under load; writes build/bench/directory.json"
 
 setup: $(STAMP)
 
@@ -51,7 +52,7 @@ test: lint type
 	OMP_WAIT_POLICY=passive $(BIN)/pytest   # threads that wait for each other give way to who works
 
 serve: $(STAMP)
-	$(BIN)/pagoda serve
+	$(BIN)/pagoda serve --workers 2 --threads 1
 
 proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src --grpc_python_out=src src/pagoda/proto/*.proto
@@ -76,6 +77,9 @@ bench-serving: $(STAMP)
 bench-load: $(STAMP)
 	$(BIN)/pagoda model fetch
 	$(BIN)/python tests/bench/bench_load.py
+
+bench-directory: $(STAMP)
+	$(BIN)/python tests/bench/bench_directory.py
 
 bench-tokenize: $(STAMP)
 	$(BIN)/pagoda model fetch

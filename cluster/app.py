@@ -22,6 +22,7 @@ from ray.serve.config import HTTPOptions, RequestRouterConfig, gRPCOptions
 from ray.serve.schema import LoggingConfig
 
 from pagoda.cluster.config import ClusterConfig
+from pagoda.cluster.directory_actor import ActorAddress, start_directories, stop_directories
 from pagoda.cluster.front import Front
 from pagoda.cluster.ingress.live_requests import ABORT_GRACE_S
 from pagoda.cluster.listening import free_ports
@@ -181,10 +182,12 @@ def deploy(config: ClusterConfig, limits: EngineLimits) -> None:
         logging_config=logging_config,
     )
     token = secrets.token_hex()
+    directories = start_directories(config.num_directories, token, config.log_level)
+    workers, front = _workers(config, token, directories), _front(config, limits, token, directories)
     serve.run_many(
         [
-            RunTarget(_workers(config, token), name=WORKERS_APP, route_prefix=None, logging_config=logging_config),
-            RunTarget(_front(config, limits, token), name=FRONT_APP, route_prefix="/", logging_config=logging_config),
+            RunTarget(workers, name=WORKERS_APP, route_prefix=None, logging_config=logging_config),
+            RunTarget(front, name=FRONT_APP, route_prefix="/", logging_config=logging_config),
         ],
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
@@ -243,6 +246,7 @@ def shut_down(*, drain_s: float, hurry: threading.Event, cluster: LocalCluster |
         cluster.stop_listening()  # who comes now is not answered, instead of with Serve's 404
     for name in _running_apps():
         serve.delete(name, _blocking=False)
+    stop_directories()
     # Idle by now, but for clients that read or write a byte a second: Serve would wait for these.
     deadline = time.monotonic() + _DELETION_S
     while _running_apps() and time.monotonic() < deadline:
@@ -285,7 +289,7 @@ def _drain(drain_s: float, hurry: threading.Event) -> None:
     raise TimeoutError("no answer from an ingress")
 
 
-def _workers(config: ClusterConfig, token: str) -> Any:
+def _workers(config: ClusterConfig, token: str, directories: list[ActorAddress]) -> Any:
     scheduler = config.engine.scheduler
     worker = serve.deployment(
         num_replicas=config.num_workers,
@@ -304,11 +308,18 @@ def _workers(config: ClusterConfig, token: str) -> Any:
     # Nobody calls the root, so it has no process.
     root = serve.deployment(autoscaling_config={"initial_replicas": 0, "min_replicas": 0, "max_replicas": 1})
     return root(WorkersRoot).bind(
-        worker(Worker).bind(config.engine, token, ray.util.get_node_ip_address, config.log_level)
+        worker(Worker).bind(
+            config.engine,
+            config.served_model_name,
+            token,
+            ray.util.get_node_ip_address,
+            directories,
+            config.log_level,
+        )
     )
 
 
-def _front(config: ClusterConfig, limits: EngineLimits, token: str) -> Any:
+def _front(config: ClusterConfig, limits: EngineLimits, token: str, directories: list[ActorAddress]) -> Any:
     front = serve.deployment(
         name="Front",
         num_replicas=config.num_ingresses,
@@ -317,7 +328,7 @@ def _front(config: ClusterConfig, limits: EngineLimits, token: str) -> Any:
         max_queued_requests=-1,
         **_lifecycle(config),
     )
-    return front(serve.ingress()(Front)).bind(config, limits, token, WORKERS_APP)
+    return front(serve.ingress()(Front)).bind(config, limits, token, WORKERS_APP, directories)
 
 
 def _lifecycle(config: ClusterConfig) -> dict[str, Any]:

@@ -27,6 +27,8 @@ class ClusterConfig:
     num_workers: int = 1
     num_ingresses: int = 1
     """HTTP processes."""
+    num_directories: int = 1
+    """Prefix directories, which say where requests go; without any they go by load alone."""
     drain_s: float = 10.0
     """How long running requests may go on when the service stops."""
     max_http_requests: int = 4096
@@ -46,6 +48,7 @@ class ClusterConfig:
         require_in_range("max_body_bytes", self.max_body_bytes, 1, 2**40)
         require_in_range("num_workers", self.num_workers, 1, 1024)
         require_in_range("num_ingresses", self.num_ingresses, 1, 1024)
+        require_in_range("num_directories", self.num_directories, 0, 8)
         require_in_range("drain_s", self.drain_s, 0, 3600)
         require_in_range("max_http_requests", self.max_http_requests, 1, 2**20)
         if self.log_level not in LOG_LEVELS:

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
 
@@ -13,6 +13,8 @@ from ray.serve.grpc_util import RayServegRPCContext
 
 from pagoda.cluster import known_workers
 from pagoda.cluster.config import ClusterConfig
+from pagoda.cluster.directory.client import DirectoryClient
+from pagoda.cluster.directory.publisher import Resolve
 from pagoda.cluster.ingress.grpc_api import GrpcApi
 from pagoda.cluster.ingress.grpc_errors import status_of
 from pagoda.cluster.ingress.grpc_health import GrpcHealth
@@ -22,6 +24,7 @@ from pagoda.cluster.ingress.metrics import IngressMetrics
 from pagoda.cluster.ingress.service import InferenceService
 from pagoda.cluster.ingress.sessions import WorkerEndpoint, WorkerSessions
 from pagoda.cluster.logs import log_through_serve
+from pagoda.cluster.placer import Placer
 from pagoda.cluster.worker_client import ServeWorkerClient
 from pagoda.proto import inference_pb2 as pb
 from pagoda.worker.config import EngineLimits
@@ -34,7 +37,14 @@ T = TypeVar("T")
 class Front:
     """One ingress process. Serve calls the methods of `pagoda.v1.Inference` and `grpc.health.v1.Health` by name."""
 
-    def __init__(self, config: ClusterConfig, limits: EngineLimits, token: str, workers_app: str) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        limits: EngineLimits,
+        token: str,
+        workers_app: str,
+        directories: Sequence[Resolve],
+    ) -> None:
         """`token` opens the workers' sessions; `workers_app` is the application that the workers belong to."""
         log_through_serve(config.log_level)
         ingress_id = uuid.uuid4().hex
@@ -42,7 +52,18 @@ class Front:
         self._config = config
         self._sessions = WorkerSessions(ingress_id, token=token)
         handle = serve.get_deployment_handle("Worker", app_name=workers_app)
-        client = ServeWorkerClient(handle, self._sessions, ingress_id)
+        self._directory = DirectoryClient(directories, token=token) if directories else None
+        self._placer = (
+            Placer(
+                self._directory,
+                config.served_model_name,
+                lambda: known_workers.WORKERS.hash_domain,
+                on_placed=self._metrics.placed,
+            )
+            if self._directory is not None
+            else None
+        )
+        client = ServeWorkerClient(handle, self._sessions, ingress_id, self._placer)
         self._service = InferenceService(Tokenizer(config.engine.model_path), client, limits)
         grpc_log = GrpcLog(self._metrics)
         self._grpc = GrpcApi(self._service, config.served_model_name, grpc_log)
@@ -56,6 +77,7 @@ class Front:
             metrics=self._metrics,
             server_sends_request_id=True,
             max_body_bytes=self._config.max_body_bytes,
+            directory=self._placer,
         )
 
     @asynccontextmanager
@@ -66,10 +88,14 @@ class Front:
             loop.call_soon_threadsafe(self._sessions.set_routable, workers)
 
         known_workers.WORKERS.listen(on_workers)
+        if self._directory is not None:
+            self._directory.start()
         first_contact = asyncio.create_task(self._service.is_healthy())  # makes the router, which hears of the workers
         yield
         first_contact.cancel()
         await self._sessions.shutdown()
+        if self._directory is not None:
+            await self._directory.close()
         self._service.close()
 
     async def drain(self, timeout_s: float) -> None:

@@ -7,6 +7,7 @@ other: they meet here, in the one object of this module. It has a module to itse
 from collections.abc import Callable
 
 from pagoda.cluster.ingress.sessions import WorkerEndpoint
+from pagoda.worker.block_hash import HashDomain
 
 
 class KnownWorkers:
@@ -20,6 +21,11 @@ class KnownWorkers:
         """Call `listener` now and whenever the workers change, on the thread of whoever changes them."""
         self._listener = listener
         listener(self._endpoints)
+
+    @property
+    def hash_domain(self) -> HashDomain | None:
+        """What the hashes of the workers' blocks begin with; None as long as none has said so."""
+        return next((endpoint.hash_domain for endpoint in self._endpoints if endpoint.hash_domain is not None), None)
 
     def update(self, endpoints: frozenset[WorkerEndpoint]) -> None:
         if endpoints != self._endpoints:

@@ -1,14 +1,20 @@
 """What one worker replica does, apart from being a Ray Serve deployment (which `app.py` makes of it)."""
 
+import asyncio
 import logging
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
 
+from pagoda.cluster.directory.publisher import DirectoryPublisher, Resolve
 from pagoda.cluster.ingress.sessions import WorkerEndpoint
 from pagoda.cluster.logs import LogLevel, log_through_serve
+from pagoda.proto import directory_pb2 as pb
 from pagoda.worker.async_engine import AsyncEngine
 from pagoda.worker.config import EngineConfig
 from pagoda.worker.errors import InvalidRequestError, OverloadedError, PagodaError
+from pagoda.worker.load_report import LoadReport
 from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.server import SessionLostError, WorkerServer
 from pagoda.worker.types import Request
@@ -19,8 +25,19 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Owns one engine and the gRPC server over which its tokens leave."""
 
-    def __init__(self, config: EngineConfig, token: str, own_address: Callable[[], str], log_level: LogLevel) -> None:
-        """`own_address` gives the address of this host that ingress processes can dial; `token` is theirs to show."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_name: str,
+        token: str,
+        own_address: Callable[[], str],
+        directories: Sequence[Resolve],
+        log_level: LogLevel,
+    ) -> None:
+        """`own_address` gives the address of this host that ingress processes can dial; `token` is theirs to show.
+
+        What happens in the cache of `model_name` is told to the `directories`.
+        """
         log_through_serve(log_level)
         self._boot_id = uuid.uuid4().hex
         self._token = token
@@ -29,14 +46,35 @@ class Worker:
             config,
             progress=lambda what, done, total: logger.debug("%s %d/%d", what, done, total),
             name=self._boot_id,
+            on_report=self._on_report if directories else None,
         )
+        self._config = config
+        self._model_name = model_name
+        self._directories = directories
+        self._publisher: DirectoryPublisher | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._server: WorkerServer | None = None
 
     async def record_replica_metadata(self) -> dict[str, str]:
         """Serve calls this once the worker is made, and hands the result to every router."""
         self._server = WorkerServer(self._engine, token=self._token)
-        endpoint = WorkerEndpoint(address=await self._server.start(self._own_address()), boot_id=self._boot_id)
-        return endpoint.as_metadata()
+        domain = self._engine.hash_domain
+        if self._directories and self._publisher is None:
+            self._loop = asyncio.get_running_loop()
+            hello = pb.Hello(
+                worker_id=self._boot_id,
+                epoch=time.time_ns(),
+                model=self._model_name,
+                fingerprint=domain.root(),
+                block_size=domain.block_size,
+                windows=[0],
+                num_blocks=self._engine.stats().num_blocks,
+                max_num_seqs=self._engine.limits.max_num_seqs,
+            )
+            self._publisher = DirectoryPublisher(hello, self._directories, token=self._token)
+            self._publisher.start()
+        address = await self._server.start(self._own_address())
+        return WorkerEndpoint(address, self._boot_id, domain).as_metadata()
 
     async def ping(self) -> None:
         """Answers."""
@@ -44,7 +82,12 @@ class Worker:
     async def stats(self) -> SchedulerStats:
         return self._engine.stats()
 
-    async def run_request(self, request: Request, ingress_id: str) -> AsyncIterator[PagodaError | None]:
+    async def run_request(
+        self,
+        request: Request,
+        ingress_id: str,
+        ranked: tuple[str, ...] = (),  # noqa: ARG002  (for the router)
+    ) -> AsyncIterator[PagodaError | None]:
         """Run a request to its end; its tokens go over the ingress's session. Cancelled when the client goes.
 
         What comes at the end is why it was refused, if it was: Serve writes a stack trace into the log for whatever is
@@ -62,6 +105,24 @@ class Worker:
         """Serve restarts the replica when this raises. Asynchronous, or Serve would start a thread for each call."""
         if self._engine.failure is not None:
             raise RuntimeError("the engine died") from self._engine.failure
+
+    def _on_report(self, report: LoadReport) -> None:
+        """Engine thread. What happens before somebody listens is only the loading of the model."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._publish, report)
+
+    def _publish(self, report: LoadReport) -> None:
+        if self._publisher is not None:
+            load, rates = report.load, report.rates
+            update = pb.LoadReport(
+                num_uncached_tokens=load.num_uncached_tokens,
+                num_running=load.num_running,
+                num_waiting=load.num_waiting,
+                num_free_blocks=load.num_free_blocks,
+                num_empty_blocks=load.num_empty_blocks,
+                rates=pb.Rates(**asdict(rates)),
+            )
+            self._publisher.publish(report.events, update, admitted=report.admitted, finished=report.finished)
 
     def __del__(self) -> None:
         """Serve calls this when the replica stops, after its requests ended or ran out of time."""

@@ -1,7 +1,7 @@
 """Ray Serve's request router for the workers. The only place that touches Serve's alpha router API.
 
-It does two things: picks the candidates of a request, and tells the ingress where each worker's gRPC server listens,
-which workers publish as replica metadata.
+It does two things: turns the directory's ranking of a request, which comes with its call, into candidates, and tells
+the ingress where each worker's gRPC server listens, which workers publish as replica metadata.
 """
 
 import random
@@ -12,9 +12,12 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from pagoda.cluster import known_workers
 from pagoda.cluster.ingress.sessions import WorkerEndpoint
 
+RANKED_ARGUMENT = 2
+"""Which of the call's arguments is the ranking: boot ids, the best first."""
 
-class WorkerRouter(RequestRouter):
-    """The less loaded of two random workers; if both are full, any other.
+
+class PrefixAffinityRouter(RequestRouter):
+    """The best worker of the ranking that takes another request. Without one the less loaded of two random workers.
 
     Never raises: an exception here would leave the request waiting for ever.
     """
@@ -32,12 +35,37 @@ class WorkerRouter(RequestRouter):
         if pending_request is not None:
             # Without this a full deployment would be asked again at once, for ever.
             pending_request.routing_context.should_backoff = True
+            if ranked := _ranked(pending_request, candidate_replicas):
+                return ranked
         shuffled = random.sample(candidate_replicas, len(candidate_replicas))
         return [shuffled[:2], shuffled[2:]]
 
 
+def _ranked(request: PendingRequest, candidates: list[RunningReplica]) -> list[list[RunningReplica]]:
+    """One after the other as the directory says, then those that it does not know. Empty if it says nothing.
+
+    It may name workers that have left: only candidates count.
+    """
+    ranking = request.args[RANKED_ARGUMENT] if len(request.args) > RANKED_ARGUMENT else ()
+    if not isinstance(ranking, tuple):
+        return []
+    places = {boot_id: place for place, boot_id in enumerate(ranking)}
+    known: list[tuple[int, RunningReplica]] = []
+    others: list[RunningReplica] = []
+    for replica in candidates:
+        place = places.get((replica.replica_metadata or {}).get("boot_id"))
+        if place is None:
+            others.append(replica)
+        else:
+            known.append((place, replica))
+    if not known:
+        return []
+    known.sort(key=lambda pair: pair[0])
+    return [[replica] for _, replica in known] + ([others] if others else [])
+
+
 ROUTER_OPTIONS: dict[str, Any] = {
-    "request_router_class": WorkerRouter,
+    "request_router_class": PrefixAffinityRouter,
     # A freed slot reaches who waits for it in milliseconds.
     "initial_backoff_s": 0.005,
     "max_backoff_s": 0.02,

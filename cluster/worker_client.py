@@ -12,6 +12,7 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from pagoda.cluster.ingress.sessions import WorkerLostError, WorkerSessions
+from pagoda.cluster.placer import Placer
 from pagoda.worker.errors import EngineStoppedError, OverloadedError, PagodaError
 from pagoda.worker.types import Request, RequestId, SequenceOutput
 
@@ -31,7 +32,11 @@ class ServeWorkerClient:
     when either side dies.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any], sessions: WorkerSessions, ingress_id: str) -> None:
+    def __init__(
+        self, handle: DeploymentHandle[Any], sessions: WorkerSessions, ingress_id: str, placer: Placer | None = None
+    ) -> None:
+        """Without a `placer` the router chooses by load alone."""
+        self._placer = placer
         self._handle = handle
         # By gRPC and not as a call of a Ray actor, which takes twice the CPU time. As a stream, of which nothing comes
         # but its end, since the router hears whether a unary call by gRPC was accepted only when that has ended.
@@ -43,17 +48,25 @@ class ServeWorkerClient:
         await asyncio.wait_for(self._handle.ping.remote(), PING_DEADLINE_S)
 
     async def stream(self, request: Request) -> AsyncGenerator[list[SequenceOutput], None]:
+        failed: set[str] = set()
         for tries_left in reversed(range(MAX_TRIES)):
             is_begun = False
+            ranked = () if self._placer is None else await self._placer.rank(request, exclude=failed)
             try:
-                async with contextlib.aclosing(self._try(request)) as batches:
+                async with contextlib.aclosing(self._try(request, ranked)) as batches:
                     async for batch in batches:
+                        if not is_begun and self._placer is not None:
+                            self._placer.begun(request.request_id)
                         is_begun = True
                         yield batch
                 return
             except (WorkerLostError, WorkerFullError):
                 if is_begun or not tries_left:
                     raise
+                failed.update(ranked[:1])
+            finally:
+                if self._placer is not None:
+                    self._placer.gone(request.request_id)
 
     def abort(self, request_id: RequestId) -> None:
         self._sessions.abort_everywhere(request_id)
@@ -64,12 +77,12 @@ class ServeWorkerClient:
     async def scrape(self) -> list[str | None]:
         return await self._sessions.scrape()
 
-    async def _try(self, request: Request) -> AsyncGenerator[list[SequenceOutput], None]:
+    async def _try(self, request: Request, ranked: tuple[str, ...]) -> AsyncGenerator[list[SequenceOutput], None]:
         # Registered before the call, so that no token comes too early.
         outputs = self._sessions.open(request.request_id)
         # In a context of its own: calls made within one HTTP request would have one id in Serve, and a router without
         # FIFO order tells pending calls apart by that.
-        call = asyncio.create_task(self._call(request), context=contextvars.Context())
+        call = asyncio.create_task(self._call(request, ranked), context=contextvars.Context())
         call.add_done_callback(outputs.end_with)
         try:
             async for batch in outputs.until_ended(request.sampling.n):
@@ -82,8 +95,8 @@ class ServeWorkerClient:
             call.cancel()
             self._sessions.close(request.request_id)
 
-    async def _call(self, request: Request) -> None:
-        call = self._streaming_handle.run_request.remote(request, self._ingress_id)
+    async def _call(self, request: Request, ranked: tuple[str, ...]) -> None:
+        call = self._streaming_handle.run_request.remote(request, self._ingress_id, ranked)
         response = cast(DeploymentResponseGenerator[PagodaError | None], call)
         try:
             refusal = await anext(response)

@@ -10,7 +10,9 @@ from pagoda.worker.block_hash import HashDomain
 from pagoda.worker.block_pool import BlockPool
 from pagoda.worker.config import EngineLimits, SchedulerConfig
 from pagoda.worker.engine import Engine
+from pagoda.worker.kv_events import KVEventLog
 from pagoda.worker.kv_manager import KVManager
+from pagoda.worker.load_report import LoadReport, LoadReporter
 from pagoda.worker.scheduler import Scheduler
 from pagoda.worker.types import (
     FinishReason,
@@ -48,7 +50,8 @@ class Client:
 
     def __init__(self, *, num_blocks: int = 64, max_num_seqs: int = 8, max_num_waiting: int = 64) -> None:
         self.limits = EngineLimits(num_blocks * BLOCK_SIZE, VOCAB_SIZE, max_num_seqs, max_num_waiting)
-        manager = KVManager(BlockPool(num_blocks), num_groups=1, block_size=BLOCK_SIZE, enable_prefix_caching=True)
+        log = KVEventLog()
+        manager = KVManager(BlockPool(num_blocks, log), num_groups=1, block_size=BLOCK_SIZE, enable_prefix_caching=True)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=16, max_num_waiting=max_num_waiting),
             self.limits,
@@ -59,6 +62,7 @@ class Client:
         self.then: Callable[[], None] | None = None
         """What a test wants done on the engine's thread whenever it has handed over outputs."""
         self.outputs: list[SequenceOutput] = []
+        self.reports: list[LoadReport] = []
         self.accepted: list[tuple[str, int]] = []
         self._changed = threading.Condition()
         self.engine = Engine(
@@ -66,6 +70,7 @@ class Client:
             self.executor,
             HashDomain(b"weights", "", "float32", "", BLOCK_SIZE),
             on_outputs=self._take,
+            reporter=LoadReporter(log, self.reports.append),
         )
 
     def add(self, name: str, num_tokens: int = 6, *, priority: int = 0, salt: bytes = b"", **sampling: object) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 from pagoda.worker.block_hash import BlockHash, hash_blocks
 from pagoda.worker.block_pool import BlockKey, BlockPool
 from pagoda.worker.config import EngineLimits, SchedulerConfig
+from pagoda.worker.kv_events import AllBlocksCleared, BlockStored, KVEventLog
 from pagoda.worker.kv_manager import KVManager
 from pagoda.worker.scheduler import Scheduler
 from pagoda.worker.scheduler_stats import SchedulerStats
@@ -232,7 +233,10 @@ class Replica:
         pool_len = num_blocks // num_groups * block_size
         self.limits = EngineLimits(min(max_model_len or pool_len, pool_len), vocab_size, max_num_seqs, 4096)
         self.num_groups = num_groups
-        self.pool = BlockPool(num_blocks)
+        self.log = KVEventLog()
+        self.announced: set[BlockKey] = set()
+        """What somebody who hears the events of all steps believes to be cached."""
+        self.pool = BlockPool(num_blocks, self.log)
         self.manager = KVManager(
             self.pool, num_groups=num_groups, block_size=block_size, enable_prefix_caching=enable_prefix_caching
         )
@@ -327,6 +331,15 @@ class Replica:
     def check(self) -> None:
         """Bookkeeping agrees, and what is cached of each prompt is a prefix of it: tails are evicted first."""
         self.scheduler.check_integrity()
+        for event in self.log.take():
+            if isinstance(event, AllBlocksCleared):
+                self.announced.clear()
+                continue
+            keys = {BlockKey(block_hash, event.group) for block_hash in event.hashes}
+            self.announced = self.announced | keys if isinstance(event, BlockStored) else self.announced - keys
+        assert self.announced == set(self.pool._index)
+        load = self.scheduler.load()
+        assert (load.num_uncached_tokens == 0) or self.scheduler.has_work()
         if self.is_cache_cleared:
             return
         for sequence_id, tokens in self.tokens.items():

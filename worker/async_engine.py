@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import Callable
 
+from pagoda.worker.block_hash import HashDomain
 from pagoda.worker.build import build_engine
 from pagoda.worker.config import EngineConfig, EngineLimits
 from pagoda.worker.engine import Engine
+from pagoda.worker.load_report import LoadReport
 from pagoda.worker.metrics import WorkerMetrics
 from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.types import FinishReason, Request, RequestId, SequenceOutput
@@ -27,22 +29,37 @@ class _Live:
 class AsyncEngine:
     """Owns an engine and hands its outputs to one event loop, in one callback a step."""
 
-    def __init__(self, config: EngineConfig, *, progress: Progress, name: str = "local") -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: Progress,
+        name: str = "local",
+        on_report: Callable[[LoadReport], None] | None = None,
+    ) -> None:
         """Load and start; blocks until the model is loaded. Raises as `build_engine` does.
 
-        `name` is what tells its metrics from those of other workers.
+        `name` is what tells its metrics from those of other workers. `on_report` is called on the engine's thread.
         """
         self._live: dict[RequestId, _Live] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._metrics = WorkerMetrics(worker=name)
         self._engine: Engine = build_engine(
-            config, on_outputs=self._on_outputs, progress=progress, wrap_executor=self._metrics.measured
+            config,
+            on_outputs=self._on_outputs,
+            progress=progress,
+            wrap_executor=self._metrics.measured,
+            on_report=on_report,
         )
         self._engine.start()
 
     @property
     def limits(self) -> EngineLimits:
         return self._engine.limits
+
+    @property
+    def hash_domain(self) -> HashDomain:
+        return self._engine.hash_domain
 
     @property
     def failure(self) -> BaseException | None:

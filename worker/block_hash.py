@@ -11,11 +11,12 @@ that no two domains share an encoding. Nothing depends on the process: the test 
 `tests/unit/worker/test_block_hash.py` hold on every machine.
 """
 
+import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
-from typing import NewType
+from typing import Any, NewType
 
 BlockHash = NewType("BlockHash", bytes)
 
@@ -53,6 +54,19 @@ class HashDomain:
             for part in (field.name.encode(), raw):
                 encoded += struct.pack("<I", len(part)) + part
         return BlockHash(sha256(encoded).digest()[:HASH_BYTES])
+
+    def as_text(self) -> str:
+        """For others to make the same hashes; the inverse of `from_text`."""
+        return json.dumps({k: v.hex() if isinstance(v, bytes) else v for k, v in asdict(self).items()}, sort_keys=True)
+
+    @staticmethod
+    def from_text(text: str) -> "HashDomain":
+        """Raises `ValueError`, `TypeError` or `KeyError` if it is none."""
+        values: dict[str, Any] = json.loads(text)
+        of_bytes = {field.name for field in fields(HashDomain) if isinstance(field.default, bytes)} | {"weights_digest"}
+        for name in of_bytes & values.keys():
+            values[name] = bytes.fromhex(values[name])
+        return HashDomain(**values)
 
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from pagoda.worker.block_hash import BlockHash
 from pagoda.worker.errors import IntegrityError
+from pagoda.worker.kv_events import KVEventLog
 
 
 class BlockKey(NamedTuple):
@@ -100,7 +101,14 @@ class FreeQueue:
 class BlockPool:
     """All blocks of a replica. Not thread-safe: the engine thread owns it."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, log: KVEventLog | None = None) -> None:
+        """`log` is told what becomes findable and what no longer is."""
+        self._log = log
+        self.num_released = 0
+        """Blocks that their last holder has given up, since the start."""
+        self.num_evicted = 0
+        """Blocks that lost what they cached to somebody who needed one, since the start."""
+        self._num_free_cached = 0
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._free = FreeQueue()
         self._index: dict[BlockKey, Block] = {}
@@ -119,6 +127,11 @@ class BlockPool:
         return len(self._free)
 
     @property
+    def num_empty(self) -> int:
+        """Free blocks that cache nothing."""
+        return len(self._free) - self._num_free_cached
+
+    @property
     def num_cached(self) -> int:
         """Blocks that can be found by key."""
         return len(self._index)
@@ -135,6 +148,7 @@ class BlockPool:
         """Take the next free block, dropping what it cached. Raises `IntegrityError` if none is free."""
         block = self._free.pop_left()
         if block.key is not None:
+            self.num_evicted += 1
             self._remember(block.key)
             self.withdraw(block)
         block.ref_count = 1
@@ -144,6 +158,7 @@ class BlockPool:
         """Hold `block` once more."""
         if block.ref_count == 0:
             self._free.remove(block)
+            self._num_free_cached -= block.key is not None
         block.ref_count += 1
 
     def release(self, block: Block) -> None:
@@ -152,7 +167,9 @@ class BlockPool:
             raise IntegrityError(f"{block} released while nobody holds it")
         block.ref_count -= 1
         if block.ref_count == 0:
+            self.num_released += 1
             if block.key is not None:
+                self._num_free_cached += 1
                 self._free.append(block)
             else:
                 self._free.append_left(block)
@@ -163,13 +180,18 @@ class BlockPool:
         if canonical is block:
             block.key = key
             self._evicted.pop(key, None)
+            if self._log is not None:
+                self._log.stored(key.group, key.block_hash)
         return canonical
 
     def withdraw(self, block: Block) -> None:
         """Make `block` unfindable; who holds it keeps it."""
-        if block.key is not None:
-            del self._index[block.key]
+        if (key := block.key) is not None:
+            del self._index[key]
             block.key = None
+            self._num_free_cached -= block.ref_count == 0
+            if self._log is not None:
+                self._log.removed(key.group, key.block_hash)
 
     def _remember(self, key: BlockKey) -> None:
         self._evicted[key] = None
@@ -181,6 +203,8 @@ class BlockPool:
         for block in list(self._index.values()):
             self.withdraw(block)
         self._evicted.clear()
+        if self._log is not None:
+            self._log.cleared()
 
     def check_integrity(self, holds: Mapping[int, int]) -> None:
         """Raise `IntegrityError` unless counts, queue and index agree with `holds` (block id -> holders)."""
@@ -195,5 +219,7 @@ class BlockPool:
                 raise IntegrityError(f"{block} is {'in' if block.block_id in free else 'not in'} the free queue")
             if block.key is not None and self._index.get(block.key) is not block:
                 raise IntegrityError(f"{block} has a key that does not find it")
+        if sum(block.key is not None for block in self._free) != self._num_free_cached:
+            raise IntegrityError("the count of free blocks that cache something is wrong")
         if any(block.key != key for key, block in self._index.items()):
             raise IntegrityError("the index finds a block under a key that is not its own")

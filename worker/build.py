@@ -19,8 +19,10 @@ from pagoda.worker.errors import ConfigError, ModelError
 from pagoda.worker.executor import Executor
 from pagoda.worker.fake_runner import FakeRunner
 from pagoda.worker.input_batch import InputBatch
+from pagoda.worker.kv_events import KVEventLog
 from pagoda.worker.kv_manager import KVManager
 from pagoda.worker.kv_spec import KVCacheGroup, KVCacheSpec
+from pagoda.worker.load_report import LoadReport, LoadReporter
 from pagoda.worker.memory import available_bytes
 from pagoda.worker.models.config import ModelConfig
 from pagoda.worker.models.llama import LlamaModel
@@ -92,12 +94,14 @@ def build_engine(
     on_outputs: Callable[[list[SequenceOutput]], None],
     progress: Progress,
     wrap_executor: Callable[[Executor], Executor] = lambda executor: executor,
+    on_report: Callable[[LoadReport], None] | None = None,
 ) -> Engine:
     """Load the model and return an engine that is not started yet.
 
     Args:
         on_outputs: see `Engine`.
         progress: told how far loading is.
+        on_report: told after each step what has changed; see `LoadReporter`.
         wrap_executor: gets the executor and returns the one that the engine uses, which may look at what passes.
 
     Raises as `plan_engine` does, and `ModelError` for a checkpoint that does not fit its config.
@@ -127,8 +131,9 @@ def build_engine(
         block_size=plan.spec.block_size,
     )
     progress("hashing weights", 1, 1)
+    log = None if on_report is None else KVEventLog()
     manager = KVManager(
-        BlockPool(plan.num_blocks),
+        BlockPool(plan.num_blocks, log),
         num_groups=len(plan.spec.groups),
         block_size=plan.spec.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
@@ -138,6 +143,7 @@ def build_engine(
         wrap_executor(executor),
         domain,
         on_outputs=on_outputs,
+        reporter=None if on_report is None or log is None else LoadReporter(log, on_report),
     )
 
 

@@ -9,6 +9,7 @@ Every accepted sequence gets exactly one output with a `finish_reason`. Standard
 import logging
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from pagoda.worker.block_hash import BlockHash, HashDomain
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.errors import EngineStoppedError, IntegrityError, InvalidRequestError, OverloadedError
 from pagoda.worker.executor import Executor
+from pagoda.worker.load_report import LoadReporter
 from pagoda.worker.scheduler import Scheduler
 from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.types import (
@@ -104,7 +106,10 @@ class Engine:
         hash_domain: HashDomain,
         *,
         on_outputs: Callable[[list[SequenceOutput]], None],
+        reporter: LoadReporter | None = None,
     ) -> None:
+        """`reporter`, if there is one, is told of every step."""
+        self._reporter = reporter
         self.limits = scheduler.limits
         self._scheduler = scheduler
         self._executor = executor
@@ -124,6 +129,11 @@ class Engine:
 
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def hash_domain(self) -> HashDomain:
+        """What the hashes of this engine's blocks begin with, but for salts and adapters."""
+        return self._hash_domain
 
     @property
     def failure(self) -> BaseException | None:
@@ -192,6 +202,8 @@ class Engine:
             while self._take_commands():
                 if self._scheduler.has_work():
                     self._step()
+                if self._reporter is not None:
+                    self._reporter.report(self._scheduler)
         except Exception as error:
             logger.exception("the engine stops: its state cannot be trusted any more")
             self._failure = error
@@ -213,6 +225,8 @@ class Engine:
         for command in commands:
             if isinstance(command, _Add):
                 self._scheduler.add(command.request, seed=command.seed, hash_root=command.hash_root)
+                if self._reporter is not None:
+                    self._reporter.admitted(command.request.request_id)
             else:
                 self._emit(self._scheduler.abort(command.request_id, command.index, command.reason))
         return True
@@ -223,6 +237,8 @@ class Engine:
 
     def _step(self) -> None:
         plan = self._scheduler.schedule()
+        shape = None if self._reporter is None else self._scheduler.shape_of(plan)
+        begin = time.monotonic()
         try:
             result = self._executor.execute(plan)
         except IntegrityError:
@@ -235,6 +251,8 @@ class Engine:
                 raise EngineStoppedError(f"{MAX_FAILED_STEPS} steps failed in a row") from error
             return
         self._num_failed_steps = 0
+        if self._reporter is not None and shape is not None and plan.num_scheduled_tokens:
+            self._reporter.step_took(shape, time.monotonic() - begin)
         self._emit(self._scheduler.update(plan, result))
 
     def _emit(self, outputs: list[SequenceOutput]) -> None:
@@ -250,6 +268,8 @@ class Engine:
                     self._num_live_sequences -= 1
                     if not samples:
                         del self._live[output.request_id]
+                        if self._reporter is not None:
+                            self._reporter.finished(output.request_id)
                 self._wake.notify_all()
 
     def _end_everything(self) -> None:

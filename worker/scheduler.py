@@ -23,6 +23,8 @@ from operator import attrgetter
 
 from pagoda.worker.block_hash import BlockHash
 from pagoda.worker.config import EngineLimits, SchedulerConfig
+from pagoda.worker.cost_model import StepShape
+from pagoda.worker.engine_load import EngineLoad
 from pagoda.worker.errors import IntegrityError
 from pagoda.worker.kv_manager import KVManager
 from pagoda.worker.scheduler_stats import SchedulerStats
@@ -92,6 +94,7 @@ class Scheduler:
             block_size=self.manager.block_size,
         )
         self._requests[request.request_id] = samples
+        samples[0].num_expected_tokens = self.manager.lookup(samples[0]).num_blocks * self.manager.block_size
         for sequence in samples:
             self._sequences[sequence.sequence_id] = sequence
             self._waiting.push(sequence)
@@ -170,6 +173,29 @@ class Scheduler:
             num_blocks=pool.num_blocks,
             num_held_blocks=pool.num_blocks - pool.num_free,
         )
+
+    def load(self) -> EngineLoad:
+        """What there is to do. A walk over all sequences."""
+        num_uncached = 0
+        for sequence in self._sequences.values():
+            if sequence.parent is None:
+                num_done = sequence.num_computed_tokens or sequence.num_expected_tokens
+                num_left = sequence.num_tokens - num_done
+                num_uncached += num_left if num_left > 1 else 0
+        pool = self.manager.pool
+        return EngineLoad(num_uncached, self.num_running, self.num_waiting, pool.num_free, pool.num_empty)
+
+    def shape_of(self, plan: SchedulerOutput) -> StepShape:
+        """What a plan that has not been run yet computes."""
+        num_tokens, num_pairs, num_decodes = 0, 0.0, 0
+        for sequence_id, count in plan.num_scheduled_tokens.items():
+            sequence = self._sequences[sequence_id]
+            if count == 1 and sequence.num_output_tokens:
+                num_decodes += 1
+            else:
+                num_tokens += count
+                num_pairs += count * (sequence.num_computed_tokens + count / 2)
+        return StepShape(num_tokens, num_pairs, num_decodes)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless queues, states and blocks agree."""
@@ -323,6 +349,8 @@ class Scheduler:
             self._waiting.discard(sequence)
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
+        self.stats.num_finished += 1
+        self.stats.num_output_tokens += sequence.num_output_tokens
         del self._sequences[sequence.sequence_id]
         samples = self._requests[sequence.request.request_id]
         if all(sample.state is SequenceState.FINISHED for sample in samples):

@@ -26,6 +26,9 @@ class SchedulerStats:
     miss. A sequence that comes back from preemption does not count again."""
     num_hit_tokens: int = 0
     num_missed_tokens: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    num_finished: int = 0
+    num_output_tokens: int = 0
+    """Of sequences that have finished."""
     num_blocks: int = 0
     num_held_blocks: int = 0
     """Blocks that sequences hold."""

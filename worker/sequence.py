@@ -34,6 +34,7 @@ class Sequence:
         "next_prompt_logprob",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_expected_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "order",
@@ -82,6 +83,8 @@ class Sequence:
         """Index of the first prompt token whose log probability is owed; the prompt's length if none is."""
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_expected_tokens = 0
+        """Found in the cache when it came; it may be more or less by the time it starts."""
         self.num_preemptions = 0
         self.block_hashes: list[BlockHash] = []
         self.start_step = 0

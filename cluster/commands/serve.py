@@ -35,6 +35,7 @@ _START_CHECK_PERIOD_S = 0.1
 @click.option("--max-body-mib", type=float, default=MAX_BODY_BYTES / 2**20, help="Largest HTTP request body, MiB.")
 @click.option("--workers", "num_workers", type=int, default=1, help="Worker replicas.")
 @click.option("--ingresses", "num_ingresses", type=int, default=1, help="HTTP processes.")
+@click.option("--directories", "num_directories", type=int, default=1, help="Prefix directories; 0 places by load.")
 @click.option("--drain-s", type=float, default=10.0, help="Seconds that running requests get when the service stops.")
 @click.option(
     "--log-level",
@@ -50,6 +51,7 @@ def serve(
     max_body_mib: float,
     num_workers: int,
     num_ingresses: int,
+    num_directories: int,
     drain_s: float,
     log_level: LogLevel | None,
     ray_address: str | None,
@@ -72,6 +74,7 @@ def serve(
         max_body_bytes=int(max_body_mib * 2**20),
         num_workers=num_workers,
         num_ingresses=num_ingresses,
+        num_directories=num_directories,
         drain_s=drain_s,
         log_level=log_level or ("info" if is_verbose else "warning"),
     )

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from pagoda import __version__
 from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES, BodyLimit
+from pagoda.cluster.ingress.directory_api import DirectoryApi, DirectoryView
 from pagoda.cluster.ingress.http_errors import ERRORS, answer_error
 from pagoda.cluster.ingress.metrics import IngressMetrics
 from pagoda.cluster.ingress.openai_api import OpenAiApi
@@ -33,6 +34,7 @@ def build_http_app(
     metrics: IngressMetrics | None = None,
     server_sends_request_id: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
+    directory: DirectoryView | None = None,
 ) -> FastAPI:
     """The application.
 
@@ -47,6 +49,8 @@ def build_http_app(
     api = OpenAiApi(service, model_name)
     server = ServerApi(service, metrics)
     tokens = TokensApi(service, api.check_model)
+    directory_api = DirectoryApi(directory, tokens)
+    app.get("/directory/stats")(directory_api.stats)
     app.get("/health")(server.health)
     app.head("/health", include_in_schema=False)(server.health)
     app.get("/metrics")(server.metrics)
@@ -58,6 +62,7 @@ def build_http_app(
         ("/v1/completions", api.completions, CompletionRequest),
         ("/tokenize", tokens.tokenize, TokenizeRequest),
         ("/detokenize", tokens.detokenize, DetokenizeRequest),
+        ("/directory/lookup", directory_api.lookup, TokenizeRequest),
     ):
         app.post(path, response_model=None, openapi_extra=_documented_body(body))(endpoint)
     for kind in ERRORS:

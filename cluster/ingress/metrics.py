@@ -25,7 +25,13 @@ SCRAPE_FAILURES = Definition(
     "counter",
     "Workers whose series were missing from an answer to a scrape, since they did not answer in time.",
 )
-DEFINITIONS = (HTTP_REQUESTS, GRPC_REQUESTS, SCRAPE_FAILURES)
+PLACEMENTS = Definition(
+    f"{PREFIX}placements_total",
+    "counter",
+    "Requests placed, by the directory's reason; none: no directory answered in time, placed by load.",
+    ("reason",),
+)
+DEFINITIONS = (HTTP_REQUESTS, GRPC_REQUESTS, SCRAPE_FAILURES, PLACEMENTS)
 
 
 class IngressMetrics:
@@ -37,6 +43,7 @@ class IngressMetrics:
         self._http_requests = instruments.value(HTTP_REQUESTS)
         self._grpc_requests = instruments.value(GRPC_REQUESTS)
         self._scrape_failures = instruments.value(SCRAPE_FAILURES)
+        self._placements = instruments.value(PLACEMENTS)
         self._instruments = instruments
 
     def request_ends(self, path: str, status: int) -> None:
@@ -46,6 +53,10 @@ class IngressMetrics:
     def grpc_call_ends(self, method: str, code: str) -> None:
         """`code` is the status code's name."""
         self._grpc_requests.add(labels=(method, code))
+
+    def placed(self, reason: str) -> None:
+        """A request was placed."""
+        self._placements.add(labels=(reason,))
 
     def exposition(self, workers: Sequence[str | None]) -> str:
         """All series, with each worker's exposition or None where there is none."""

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from pagoda.proto import metrics_pb2, metrics_pb2_grpc, tokens_pb2, tokens_pb2_grpc
+from pagoda.worker.block_hash import HashDomain
 from pagoda.worker.errors import EngineStoppedError
 from pagoda.worker.pending_outputs import PendingOutputs
 from pagoda.worker.token_stream import decode
@@ -40,15 +41,23 @@ class WorkerEndpoint:
 
     address: str
     boot_id: str
+    hash_domain: HashDomain | None = None
+    """What the hashes of its blocks begin with."""
 
     def as_metadata(self) -> dict[str, str]:
         """What a worker publishes through Serve."""
-        return {"address": self.address, "boot_id": self.boot_id}
+        domain = {} if self.hash_domain is None else {"hash_domain": self.hash_domain.as_text()}
+        return {"address": self.address, "boot_id": self.boot_id} | domain
 
     @staticmethod
     def from_metadata(metadata: dict[str, str]) -> "WorkerEndpoint | None":
         """The inverse; None if the worker has not published anything."""
-        return WorkerEndpoint(metadata["address"], metadata["boot_id"]) if metadata else None
+        if not metadata:
+            return None
+        domain = metadata.get("hash_domain")
+        return WorkerEndpoint(
+            metadata["address"], metadata["boot_id"], None if domain is None else HashDomain.from_text(domain)
+        )
 
 
 class _Session:

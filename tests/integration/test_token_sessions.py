@@ -46,6 +46,7 @@ class Handle:
     def __init__(self, *workers: WorkerServer | Exception) -> None:
         self._workers = list(workers)
         self.num_calls = 0
+        self.rankings: list[tuple[str, ...]] = []
 
     def options(self, *, stream: bool, _by_reference: bool) -> "Handle":
         assert stream
@@ -56,7 +57,8 @@ class Handle:
     def run_request(self) -> "Handle":
         return self
 
-    def remote(self, request: Request, ingress_id: str) -> Call:
+    def remote(self, request: Request, ingress_id: str, ranked: tuple[str, ...]) -> Call:
+        self.rankings.append(ranked)
         worker = self._workers[self.num_calls % len(self._workers)]
         self.num_calls += 1
         return Call(self._run(worker, request, ingress_id))

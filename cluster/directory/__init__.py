@@ -1,0 +1,1 @@
+"""Who holds which KV block, and which worker a request goes to."""

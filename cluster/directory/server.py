@@ -1,0 +1,199 @@
+"""The directory's gRPC server: an adapter around `DirectoryState`, on one event loop."""
+
+import asyncio
+import gc
+import hmac
+import logging
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pagoda.cluster.directory.state import DirectoryState, MismatchError, StaleEpochError, UnknownModelError
+from pagoda.proto import directory_pb2 as pb
+from pagoda.proto import directory_pb2_grpc
+from pagoda.worker.errors import InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 16 * 2**20
+_TICK_S = 0.1
+_SWEEP_PIECES = 8
+"""Per pause, while there is something to sweep: some tens of microseconds each."""
+_STOP_GRACE_S = 0.5
+_MAX_QUEUED_ACKS = 64
+_WATCH_MS = (100, 60_000, 1_000)
+_STATUS = {
+    InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownModelError: grpc.StatusCode.NOT_FOUND,
+    StaleEpochError: grpc.StatusCode.ABORTED,
+    MismatchError: grpc.StatusCode.FAILED_PRECONDITION,
+}
+SERVICE = pb.DESCRIPTOR.services_by_name["Directory"].full_name
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Workers and ingresses ping to notice a directory that is gone; unasked, gRPC takes that for an attack.
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+]
+_EXPECTED = (InvalidRequestError, UnknownModelError, StaleEpochError, MismatchError)
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+
+class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
+    """Serves one directory. Make and use it on one event loop."""
+
+    def __init__(self, *, token: str | None = None, seed: int | None = None, lease_s: float = 3.0) -> None:
+        """Callers must show `token`, if there is one. `seed` is that of draws between equals."""
+        self._authorization = None if token is None else f"Bearer {token}".encode()
+        self.state = DirectoryState(
+            uuid.uuid4().hex, now_s=time.monotonic(), draw=random.Random(seed).random, lease_s=lease_s
+        )
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        directory_pb2_grpc.add_DirectoryServicer_to_server(self, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def start(self, address: str) -> int:
+        """Listen on host:port; port 0 takes a free one. Returns the port. Raises `RuntimeError` if it is taken."""
+        gc.collect()
+        gc.freeze()  # what is here by now stays, so nobody needs to look through it again and again
+        port = int(self._server.add_insecure_port(address))
+        await self._server.start()
+        for name in ("", SERVICE):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._keeping = asyncio.create_task(self._keep())
+        return port
+
+    async def stop(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(_STOP_GRACE_S)
+
+    async def wait(self) -> None:
+        """Until it is stopped."""
+        await self._server.wait_for_termination()
+
+    async def _keep(self) -> None:
+        while True:
+            self.state.tick(time.monotonic())
+            await self._sweep()
+            await asyncio.sleep(_TICK_S)
+
+    async def _sweep(self) -> None:
+        """In pieces, between which others have their turn."""
+        is_left = True
+        while is_left:
+            for _ in range(_SWEEP_PIECES):
+                is_left = self.state.sweep()
+            await asyncio.sleep(0)
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    async def Publish(
+        self, request_iterator: AsyncIterator[pb.WorkerUpdate], context: Context
+    ) -> AsyncIterator[pb.DirectoryAck]:
+        """A worker's stream; see the proto."""
+        await self._authorize(context)
+        first = await anext(aiter(request_iterator), pb.WorkerUpdate())
+        acks: asyncio.Queue[pb.DirectoryAck | Exception | None] = asyncio.Queue(_MAX_QUEUED_ACKS)
+        reading = asyncio.create_task(self._read_updates(first, request_iterator, acks))
+        try:
+            while (ack := await acks.get()) is not None:
+                if isinstance(ack, Exception):
+                    await self._abort(context, ack)
+                else:
+                    yield ack
+        finally:
+            reading.cancel()
+
+    async def _read_updates(
+        self,
+        first: pb.WorkerUpdate,
+        updates: AsyncIterator[pb.WorkerUpdate],
+        acks: "asyncio.Queue[pb.DirectoryAck | Exception | None]",
+    ) -> None:
+        try:
+            if first.WhichOneof("update") != "hello":
+                raise InvalidRequestError("update", "a stream begins with hello")
+            record, stream, ack = self.state.hello(first.hello, time.monotonic())
+            await acks.put(ack)
+            async for update in updates:
+                if not self.state.is_current(record, stream):
+                    raise StaleEpochError("stream: the worker was forgotten, or has opened another one")
+                answer = self.state.update(record, update, time.monotonic())
+                if answer is not None:
+                    await acks.put(answer)
+            await acks.put(None)
+        except _EXPECTED as error:
+            logger.warning("a worker's stream ends: %s", error)
+            await acks.put(error)
+        except grpc.aio.AioRpcError:
+            await acks.put(None)
+        except Exception as error:
+            logger.exception("a worker's stream ends")
+            await acks.put(error)
+
+    async def Place(self, request: pb.PlaceRequest, context: Context) -> pb.PlaceResponse:
+        await self._authorize(context)
+        try:
+            response = self.state.place(request, time.monotonic())
+        except (InvalidRequestError, UnknownModelError) as error:
+            await self._abort(context, error)
+        if logger.isEnabledFor(logging.DEBUG):
+            plan = response.plan
+            logger.debug(
+                "placement request=%s worker=%s reason=%s tokens=%d cached=%d queue_s=%.4f prefill_s=%.4f "
+                "block_wait_s=%.4f decode_penalty_s=%.4f eviction_s=%.4f",
+                request.request_id, response.ranked[0], response.reason, request.num_tokens, plan.cached_tokens,
+                plan.queue_s, plan.prefill_s, plan.block_wait_s, plan.decode_penalty_s, plan.eviction_s,
+            )  # fmt: skip
+        return response
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+        await self._authorize(context)
+        self.state.release(request)
+        return pb.ReleaseResponse()
+
+    async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
+        await self._authorize(context)
+        try:
+            return self.state.lookup(request, time.monotonic())
+        except (InvalidRequestError, UnknownModelError) as error:
+            await self._abort(context, error)
+
+    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.DirectoryStats:  # noqa: ARG002
+        await self._authorize(context)
+        return self.state.stats(time.monotonic())
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.DirectoryStats]:
+        await self._authorize(context)
+        least, most, default = _WATCH_MS
+        period_ms = request.period_ms or default
+        if not least <= period_ms <= most:
+            await self._abort(context, InvalidRequestError("period_ms", f"must be between {least} and {most}"))
+        while True:
+            yield self.state.stats(time.monotonic())
+            await asyncio.sleep(period_ms / 1e3)
+
+    async def _authorize(self, context: Context) -> None:
+        """End the call unless it shows the token."""
+        if self._authorization is None:
+            return
+        shown = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if not hmac.compare_digest(str(shown).encode(), self._authorization):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: wrong or missing token")
+
+    async def _abort(self, context: Context, error: Exception) -> NoReturn:
+        code = _STATUS.get(type(error), grpc.StatusCode.INTERNAL)
+        await context.abort(code, str(error) if type(error) in _STATUS else "internal error; see the log")
+        raise AssertionError("abort raises")

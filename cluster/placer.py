@@ -1,0 +1,109 @@
+"""An ingress's side of placement: hashes a prompt, asks the directory, and says what became of the request."""
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from pagoda.cluster.directory.client import DirectoryClient, PlacementQuery
+from pagoda.cluster.ingress.directory_api import DirectoryUnavailableError
+from pagoda.worker.block_hash import BlockHash, HashDomain, hash_blocks
+from pagoda.worker.types import Request, RequestId
+
+_MAX_ROOTS = 4096
+_LONG_PROMPT = 8192
+"""Tokens from which on hashing takes milliseconds, which a thread of its own may spend."""
+
+
+class Placer:
+    """Make and use it on one event loop."""
+
+    def __init__(
+        self,
+        client: DirectoryClient,
+        model: str,
+        domain: Callable[[], HashDomain | None],
+        *,
+        on_placed: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`domain` tells what the workers' hashes begin with, once that is known.
+
+        `on_placed` gets each placement's reason, `none` where nobody answered.
+        """
+        self._on_placed = on_placed
+        self._client = client
+        self._model = model
+        self._domain = domain
+        self._roots: dict[tuple[HashDomain, bytes], BlockHash] = {}
+
+    async def rank(self, request: Request, *, exclude: Collection[str] = ()) -> tuple[str, ...]:
+        """Workers for a request, by boot id, the best first; empty if nobody can say. Reserves its load at the best."""
+        domain = self._domain()
+        if domain is None:
+            return ()
+        tokens, root = request.prompt_token_ids, self._root(domain, request.salt)
+        takes_hits = request.sampling.prompt_logprobs is None
+        if not takes_hits:
+            hashes: list[BlockHash] = []
+        elif len(tokens) < _LONG_PROMPT:
+            hashes = hash_blocks(root, tokens, domain.block_size)
+        else:
+            hashes = await asyncio.to_thread(hash_blocks, root, tokens, domain.block_size)
+        query = PlacementQuery(
+            request.request_id,
+            self._model,
+            hashes,
+            len(tokens),
+            num_samples=request.sampling.n,
+            max_output_tokens=request.sampling.max_tokens or 0,
+        )
+        answer = await self._client.place(query, exclude=exclude)
+        self._on_placed("none" if answer is None else answer.reason)
+        return () if answer is None else tuple(answer.ranked)
+
+    async def stats(self) -> dict[str, Any]:
+        """Implements `DirectoryView`."""
+        stats = await self._client.stats()
+        if stats is None:
+            raise DirectoryUnavailableError("no directory answers")
+        answer: dict[str, Any] = MessageToDict(
+            stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        return answer
+
+    async def holders(self, token_ids: list[int]) -> list[dict[str, Any]]:
+        """Implements `DirectoryView`; of blocks without salt."""
+        domain = self._domain()
+        answer = None
+        if domain is not None:
+            hashes = hash_blocks(self._root(domain, b""), token_ids, domain.block_size)
+            answer = await self._client.lookup(self._model, hashes)
+        if domain is None or answer is None:
+            raise DirectoryUnavailableError("no directory answers")
+        return [
+            {
+                "worker_id": worker.worker_id,
+                "num_tokens": worker.num_blocks * domain.block_size,
+                "num_device_tokens": worker.num_device_blocks * domain.block_size,
+                "num_predicted_tokens": worker.num_predicted_blocks * domain.block_size,
+            }
+            for worker in answer.workers
+        ]
+
+    def begun(self, request_id: RequestId) -> None:
+        """Its worker has it."""
+        self._client.begun(request_id)
+
+    def gone(self, request_id: RequestId) -> None:
+        """It has ended, or no worker has taken it. May be called after `begun`."""
+        self._client.gone(request_id)
+
+    def _root(self, domain: HashDomain, salt: bytes) -> BlockHash:
+        root = self._roots.get((domain, salt))
+        if root is None:
+            if len(self._roots) >= _MAX_ROOTS:
+                self._roots.clear()
+            root = self._roots[domain, salt] = replace(domain, salt=salt).root()
+        return root

@@ -1,0 +1,17 @@
+"""What an engine has to do, as numbers."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What there is to do."""
+
+    num_uncached_tokens: int
+    """Prompt tokens still to be computed."""
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    """That nobody holds, cached ones included."""
+    num_empty_blocks: int
+    """Free ones that cache nothing."""

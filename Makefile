@@ -10,7 +10,7 @@ TELL := sed -un '/^ *Downloading.*([0-9]\{3,\}\.[0-9] MB)/p; /^Installing/p'
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: setup lint type test serve proto profile bench bench-cpu bench-engine bench-tokenize bench-serving bench-load bench-directory clean
+.PHONY: setup lint type test serve proto profile bench bench-cpu bench-engine bench-tokenize bench-serving bench-load bench-directory bench-placement clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make bench-serving   what HTTP, Serve and gRPC cost; writes build/bench/serving.json"
 	@echo "make bench-load      a minute of conversations, and what the load generator needs itself; build/bench/load.json, .html"
 	@echo "make bench-directory the prefix directory under load; writes build/bench/directory.json"
+	@echo "make bench-placement placement against Serve's and Ray's own; build/bench/placement.json, .svg (REPEATS=5)"
 
 setup: $(STAMP)
 
@@ -80,6 +81,10 @@ bench-load: $(STAMP)
 
 bench-directory: $(STAMP)
 	$(BIN)/python tests/bench/bench_directory.py
+
+bench-placement: $(STAMP)
+	$(BIN)/pagoda model fetch
+	$(BIN)/python tests/bench/bench_placement.py --repeats $(or $(REPEATS),5)
 
 bench-tokenize: $(STAMP)
 	$(BIN)/pagoda model fetch

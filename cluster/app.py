@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -302,7 +303,7 @@ def _workers(config: ClusterConfig, token: str, directories: list[ActorAddress])
         max_ongoing_requests=scheduler.max_num_seqs + scheduler.max_num_waiting + 1,
         # In all: what waits at the routers is what no worker has room for yet.
         max_queued_requests=config.num_workers * (scheduler.max_num_seqs + scheduler.max_num_waiting),
-        request_router_config=RequestRouterConfig(**ROUTER_OPTIONS),
+        request_router_config=RequestRouterConfig(**ROUTER_OPTIONS | _router_class(config)),
         **_lifecycle(config),
     )
     # Nobody calls the root, so it has no process.
@@ -329,6 +330,17 @@ def _front(config: ClusterConfig, limits: EngineLimits, token: str, directories:
         **_lifecycle(config),
     )
     return front(serve.ingress()(Front)).bind(config, limits, token, WORKERS_APP, directories)
+
+
+def _router_class(config: ClusterConfig) -> dict[str, Any]:
+    """Somebody else's, if it is asked for. Raises `ConfigError`."""
+    if config.router is None:
+        return {}
+    module, _, name = config.router.partition(":")
+    try:
+        return {"request_router_class": getattr(import_module(module), name)}
+    except (ImportError, AttributeError) as error:
+        raise ConfigError("router", str(error)) from error
 
 
 def _lifecycle(config: ClusterConfig) -> dict[str, Any]:

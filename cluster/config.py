@@ -1,5 +1,6 @@
 """What `pagoda serve` is told, as one object."""
 
+import re
 from dataclasses import dataclass
 
 from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
@@ -27,6 +28,8 @@ class ClusterConfig:
     num_workers: int = 1
     num_ingresses: int = 1
     """HTTP processes."""
+    router: str | None = None
+    """module:Class of a Ray Serve request router to use instead of ours."""
     num_directories: int = 1
     """Prefix directories, which say where requests go; without any they go by load alone."""
     drain_s: float = 10.0
@@ -48,6 +51,8 @@ class ClusterConfig:
         require_in_range("max_body_bytes", self.max_body_bytes, 1, 2**40)
         require_in_range("num_workers", self.num_workers, 1, 1024)
         require_in_range("num_ingresses", self.num_ingresses, 1, 1024)
+        if self.router is not None and not re.fullmatch(r"[\w.]+:\w+", self.router):
+            raise ConfigError("router", f"must be module:Class, got {self.router!r}")
         require_in_range("num_directories", self.num_directories, 0, 8)
         require_in_range("drain_s", self.drain_s, 0, 3600)
         require_in_range("max_http_requests", self.max_http_requests, 1, 2**20)

@@ -2,7 +2,7 @@
 
 Everything is in seconds, and everything is measured by the workers, so nothing needs to be tuned:
 
-    cost = max(queue_s, restore_s) + prefill_s + block_wait_s + decode_penalty_s + eviction_s
+    cost = max(queue_s, restore_s) + prefill_s + block_wait_s + decode_penalty_s + eviction_s + crowding_s
 
     queue_s           computing the prompts that wait there already
     restore_s         bringing blocks up from lower tiers, which overlaps with waiting
@@ -10,6 +10,7 @@ Everything is in seconds, and everything is measured by the workers, so nothing 
     block_wait_s      until blocks are free that it lacks
     decode_penalty_s  how much longer the answer takes beside those that run there
     eviction_s        computing again later what its new blocks push out of the cache there
+    crowding_s        how much later others come to their turn: work that is done twice is missing where there is much
 
 The cheapest worker wins. Costs that differ by less than `TIE_RATIO` are as good as equal, since they are estimates:
 then who holds more of the prompt goes first, then who has fewer blocks in use, then chance.
@@ -24,6 +25,9 @@ TIE_RATIO = 0.02
 _TIE_S = 1e-4
 DEFAULT_OUTPUT_TOKENS = 128
 """For answers whose length nobody has measured yet."""
+MAX_BUSY_RATIO = 0.5
+"""Work on a server that is busy for a part r of the time delays what comes later by r / (1 - r) of itself. Here at most
+by itself, or one holder would get everything when all are busy."""
 MAX_RANKED = 8
 """Workers that a placement names; whoever is refused by all of them may go anywhere."""
 
@@ -45,6 +49,8 @@ class WorkerRates:
     """Of tokens pushed out of the cache, the part that was asked for again."""
     mean_output_tokens: float = 0.0
     """0 if nothing has ended yet."""
+    busy_ratio: float = 0.0
+    """The part of the time in which it computes."""
 
     def prefill_s(self, num_tokens: int, num_context: int) -> float:
         """Of `num_tokens` behind `num_context` others; each also sees those before it."""
@@ -124,6 +130,7 @@ class Cost(NamedTuple):
     block_wait_s: float
     decode_penalty_s: float
     eviction_s: float
+    crowding_s: float
 
     @property
     def total_s(self) -> float:
@@ -185,7 +192,7 @@ def place(
     )
 
 
-_Terms = tuple[float, float, float, float, float, float]
+_Terms = tuple[float, float, float, float, float, float, float]
 
 
 def _costs(prompt: Prompt, candidates: Sequence[Candidate]) -> list[_Terms]:
@@ -221,23 +228,25 @@ def _costs(prompt: Prompt, candidates: Sequence[Candidate]) -> list[_Terms]:
             if rates.evicted_hit_ratio:
                 num_evicted = min(num_new_blocks, load.num_blocks) - load.num_empty_blocks
                 eviction_s = rates.evicted_hit_ratio * rates.prefill_s(max(0, num_evicted) * block_size, 0)
+        prefill_s = per_token_s * num_rest + per_pair_s * num_rest * (num_cached + num_rest / 2)
+        busy = min(rates.busy_ratio, MAX_BUSY_RATIO)
         costs.append(
             (
                 queue_s,
                 candidate.num_lower_blocks * block_size * rates.restore_s_per_token,
-                per_token_s * num_rest + per_pair_s * num_rest * (num_cached + num_rest / 2),
+                prefill_s,
                 block_wait_s,
                 num_ahead * longer_s,
                 eviction_s,
+                prefill_s * busy / (1 - busy),
             )
         )
     return costs
 
 
 def _total_s(cost: _Terms) -> float:
-    queue_s, restore_s, prefill_s, block_wait_s, decode_penalty_s, eviction_s = cost
-    wait_s = max(restore_s, queue_s)
-    return wait_s + prefill_s + block_wait_s + decode_penalty_s + eviction_s
+    queue_s, restore_s, prefill_s, block_wait_s, decode_penalty_s, eviction_s, crowding_s = cost
+    return max(queue_s, restore_s) + prefill_s + block_wait_s + decode_penalty_s + eviction_s + crowding_s
 
 
 def _order_of_equals(candidate: Candidate, draw: Callable[[], float]) -> tuple[int, int, float]:

@@ -125,7 +125,7 @@ class LoadReport(_message.Message):
     def __init__(self, num_uncached_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_empty_blocks: _Optional[int] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., admitted: _Optional[_Iterable[str]] = ..., finished: _Optional[_Iterable[str]] = ..., is_complete: _Optional[bool] = ..., last_seq: _Optional[int] = ...) -> None: ...
 
 class Rates(_message.Message):
-    __slots__ = ("prefill_s_per_token", "prefill_s_per_token_and_context", "step_s_per_sequence", "released_blocks_per_s", "restore_s_per_token", "evicted_hit_ratio", "mean_output_tokens")
+    __slots__ = ("prefill_s_per_token", "prefill_s_per_token_and_context", "step_s_per_sequence", "released_blocks_per_s", "restore_s_per_token", "evicted_hit_ratio", "mean_output_tokens", "busy_ratio")
     PREFILL_S_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_PER_TOKEN_AND_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     STEP_S_PER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +133,7 @@ class Rates(_message.Message):
     RESTORE_S_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     EVICTED_HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
     MEAN_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_RATIO_FIELD_NUMBER: _ClassVar[int]
     prefill_s_per_token: float
     prefill_s_per_token_and_context: float
     step_s_per_sequence: float
@@ -140,7 +141,8 @@ class Rates(_message.Message):
     restore_s_per_token: float
     evicted_hit_ratio: float
     mean_output_tokens: float
-    def __init__(self, prefill_s_per_token: _Optional[float] = ..., prefill_s_per_token_and_context: _Optional[float] = ..., step_s_per_sequence: _Optional[float] = ..., released_blocks_per_s: _Optional[float] = ..., restore_s_per_token: _Optional[float] = ..., evicted_hit_ratio: _Optional[float] = ..., mean_output_tokens: _Optional[float] = ...) -> None: ...
+    busy_ratio: float
+    def __init__(self, prefill_s_per_token: _Optional[float] = ..., prefill_s_per_token_and_context: _Optional[float] = ..., step_s_per_sequence: _Optional[float] = ..., released_blocks_per_s: _Optional[float] = ..., restore_s_per_token: _Optional[float] = ..., evicted_hit_ratio: _Optional[float] = ..., mean_output_tokens: _Optional[float] = ..., busy_ratio: _Optional[float] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ()
@@ -197,7 +199,7 @@ class PlaceResponse(_message.Message):
     def __init__(self, ranked: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("cached_tokens", "lower_tokens", "uncached_tokens", "queue_s", "restore_s", "prefill_s", "block_wait_s", "decode_penalty_s", "eviction_s")
+    __slots__ = ("cached_tokens", "lower_tokens", "uncached_tokens", "queue_s", "restore_s", "prefill_s", "block_wait_s", "decode_penalty_s", "eviction_s", "crowding_s")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOWER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +209,7 @@ class Plan(_message.Message):
     BLOCK_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_PENALTY_S_FIELD_NUMBER: _ClassVar[int]
     EVICTION_S_FIELD_NUMBER: _ClassVar[int]
+    CROWDING_S_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     lower_tokens: int
     uncached_tokens: int
@@ -216,7 +219,8 @@ class Plan(_message.Message):
     block_wait_s: float
     decode_penalty_s: float
     eviction_s: float
-    def __init__(self, cached_tokens: _Optional[int] = ..., lower_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., restore_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., block_wait_s: _Optional[float] = ..., decode_penalty_s: _Optional[float] = ..., eviction_s: _Optional[float] = ...) -> None: ...
+    crowding_s: float
+    def __init__(self, cached_tokens: _Optional[int] = ..., lower_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., restore_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., block_wait_s: _Optional[float] = ..., decode_penalty_s: _Optional[float] = ..., eviction_s: _Optional[float] = ..., crowding_s: _Optional[float] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("request_ids",)

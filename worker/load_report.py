@@ -4,6 +4,7 @@ The engine's thread collects it and hands it on in one piece, so that what it sa
 step has announced, the requests that it has begun and ended, and a load that contains exactly those.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from pagoda.worker.scheduler import Scheduler
 from pagoda.worker.types import RequestId
 
 _RATES_PERIOD_S = 0.5
-_REPORT_PERIOD_S = 0.02
+_REPORT_PERIOD_S = 0.05
 """Reports that bring no events and no requests come at most so often."""
+_AVERAGED_S = 5.0
 _WEIGHT = 0.3
 """Of what the last period has shown, in a rate."""
 
@@ -33,6 +35,8 @@ class MeasuredRates:
     evicted_hit_ratio: float = 0.0
     """Of tokens pushed out of the cache, the part that was asked for again soon after. At most 1."""
     mean_output_tokens: float = 0.0
+    busy_ratio: float = 0.0
+    """The part of the time in which steps are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,8 @@ class LoadReporter:
         self._rates = MeasuredRates()
         self._admitted: list[RequestId] = []
         self._finished: list[RequestId] = []
+        self._busy_s = 0.0
+        """Spent in steps since the rates were last measured."""
         self._reported_s = float("-inf")
         self._last = _Counts(clock(), 0, 0, 0, 0, 0)
 
@@ -87,6 +93,7 @@ class LoadReporter:
         self._finished.append(request_id)
 
     def step_took(self, shape: StepShape, duration_s: float) -> None:
+        self._busy_s += duration_s
         self._costs.observe(shape, duration_s)
 
     def report(self, scheduler: Scheduler) -> None:
@@ -134,7 +141,9 @@ class LoadReporter:
                 now.num_output_tokens - last.num_output_tokens,
                 now.num_finished - last.num_finished,
             ),
+            busy_ratio=min(1.0, _averaged(rates.busy_ratio, self._busy_s, now.at_s - last.at_s)),
         )
+        self._busy_s = 0.0
         self._last = now
 
 
@@ -143,3 +152,9 @@ def _mixed(before: float, amount: float, per: float) -> float:
     if per <= 0:
         return before
     return amount / per if before == 0 else (1 - _WEIGHT) * before + _WEIGHT * amount / per
+
+
+def _averaged(before: float, amount_s: float, period_s: float) -> float:
+    """A part of the time, over the last `_AVERAGED_S` or so."""
+    kept = math.exp(-period_s / _AVERAGED_S)
+    return kept * before + (1 - kept) * amount_s / period_s

@@ -35,6 +35,7 @@ _START_CHECK_PERIOD_S = 0.1
 @click.option("--max-body-mib", type=float, default=MAX_BODY_BYTES / 2**20, help="Largest HTTP request body, MiB.")
 @click.option("--workers", "num_workers", type=int, default=1, help="Worker replicas.")
 @click.option("--ingresses", "num_ingresses", type=int, default=1, help="HTTP processes.")
+@click.option("--router", metavar="MODULE:CLASS", help="Ray Serve request router to use instead of ours.")
 @click.option("--directories", "num_directories", type=int, default=1, help="Prefix directories; 0 places by load.")
 @click.option("--drain-s", type=float, default=10.0, help="Seconds that running requests get when the service stops.")
 @click.option(
@@ -52,6 +53,7 @@ def serve(
     num_workers: int,
     num_ingresses: int,
     num_directories: int,
+    router: str | None,
     drain_s: float,
     log_level: LogLevel | None,
     ray_address: str | None,
@@ -75,6 +77,7 @@ def serve(
         num_workers=num_workers,
         num_ingresses=num_ingresses,
         num_directories=num_directories,
+        router=router,
         drain_s=drain_s,
         log_level=log_level or ("info" if is_verbose else "warning"),
     )

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 PLACE_DEADLINE_S = 0.05
 _REST_S = (0.1, 2.0)
 """How long a directory that failed is left alone: the shortest and the longest, doubled each time, and drawn from."""
+_MAX_LATE = 3
+"""Answers in a row that do not come in time, before a directory is left alone."""
 _CONNECT_DEADLINE_S = 2.0
 _RELEASE_DEADLINE_S = 1.0
 _ASK_DEADLINE_S = 2.0
@@ -67,6 +69,7 @@ class _Directory:
         self._connecting: asyncio.Task[None] | None = None
         self._rest_until_s = 0.0
         self._rest_s = _REST_S[0]
+        self._num_late = 0
 
     def is_usable(self, now_s: float) -> bool:
         """Whether it can be asked now; if not, it is dialled in the background."""
@@ -80,11 +83,17 @@ class _Directory:
 
     def has_answered(self) -> None:
         self._rest_s = _REST_S[0]
+        self._num_late = 0
 
-    async def has_failed(self, now_s: float, draw: float) -> None:
+    def is_late_again(self) -> bool:
+        """It did not answer in time; whether that is a habit by now."""
+        self._num_late += 1
+        return self._num_late >= _MAX_LATE
+
+    def rest(self, now_s: float, draw: float) -> None:
+        """Leave it alone for a while."""
         self._rest_until_s = now_s + self._rest_s * (0.5 + draw / 2)
         self._rest_s = min(2 * self._rest_s, _REST_S[1])
-        await self.close()
 
     async def _connect(self) -> None:
         try:
@@ -98,7 +107,7 @@ class _Directory:
             self._channel, self.stub = channel, directory_pb2_grpc.DirectoryStub(channel)
         except Exception as error:  # noqa: BLE001  (whatever it is, requests go on without)
             logger.debug("directory %d cannot be reached: %s", self.number, error)
-            await self.has_failed(time.monotonic(), random.random())
+            self.rest(time.monotonic(), random.random())
 
     async def close(self) -> None:
         channel, self._channel, self.stub = self._channel, None, None
@@ -156,7 +165,12 @@ class DirectoryClient:
             try:
                 response: pb.PlaceResponse = await stub.Place(request, timeout=end_s - now_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
-                await self._note_failure(directory, query, error)
+                self._note_failure(directory, query, error)
+                continue
+            except (asyncio.CancelledError, grpc.aio.UsageError):  # so end calls on a channel that is closed
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    self._spawn(self._release(directory, query.request_id))
+                    raise
                 continue
             directory.has_answered()
             self.outcomes[response.reason] += 1
@@ -199,7 +213,7 @@ class DirectoryClient:
         """By rendezvous: the same order in every process, and another one for another model."""
         return sorted(self._directories, key=lambda each: sha256(f"{model} {each.number}".encode()).digest())
 
-    async def _note_failure(self, directory: _Directory, query: PlacementQuery, error: grpc.aio.AioRpcError) -> None:
+    def _note_failure(self, directory: _Directory, query: PlacementQuery, error: grpc.aio.AioRpcError) -> None:
         code = error.code()
         logger.debug("directory %d: %s: %s", directory.number, code.name, error.details())
         self.outcomes[f"error_{code.name.lower()}"] += 1
@@ -207,8 +221,12 @@ class DirectoryClient:
             return  # it works; it only knows no worker yet, or not such requests
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:  # it may have reserved
             self._spawn(self._release(directory, query.request_id))
-            await asyncio.sleep(0)
-        await directory.has_failed(time.monotonic(), self._draw())
+            if not directory.is_late_again():
+                return  # perhaps it was this process that had too much to do
+            directory.rest(time.monotonic(), self._draw())
+        else:
+            directory.rest(time.monotonic(), self._draw())
+            self._spawn(directory.close())
         self._tell_others(directory)
 
     def _tell_others(self, lost: _Directory) -> None:

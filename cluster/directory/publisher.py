@@ -33,6 +33,8 @@ MAX_JOURNAL_BLOCKS = 262_144
 """4 MiB of hashes. Together with the other bound: some minutes of a busy worker."""
 SNAPSHOT_BLOCKS = 8192
 """Of one message."""
+FLUSH_PERIOD_S = 0.025
+"""So long what happens is gathered; the directory's own predictions and reservations bridge it."""
 REPORT_PERIOD_S = 0.5
 """At the latest; so often a directory hears of a worker that does nothing."""
 _MAX_UNTOLD = 4096
@@ -121,12 +123,19 @@ class DirectoryPublisher:
         self._live: dict[str, None] = {}
         self._streams = [_Stream(resolve) for resolve in directories]
         self._tasks: list[asyncio.Task[None]] = []
+        self._flushing: asyncio.Task[None] | None = None
+        self._pending: list[KVEvent] = []
+        self._has_news = asyncio.Event()
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._keep(stream)) for stream in self._streams]
+        self._flushing = asyncio.create_task(self._flush())
 
     async def stop(self) -> None:
         """Say goodbye to those that listen."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+        self._send_news()
         for stream in self._streams:
             stream.is_leaving = True
             stream.changed.set()
@@ -145,8 +154,7 @@ class DirectoryPublisher:
         finished: Iterable[str] = (),
     ) -> None:
         """What a step has brought. `report` is the load as it is now, the `admitted` contained; its lists are empty."""
-        if events:
-            self._journal.append(events)
+        self._pending.extend(events)
         self._report = report
         admitted, finished = list(admitted), list(finished)
         self._live.update(dict.fromkeys(admitted))
@@ -155,6 +163,21 @@ class DirectoryPublisher:
         for stream in self._streams:
             stream.admitted.extend(admitted)
             stream.finished.extend(finished)
+        self._has_news.set()
+
+    async def _flush(self) -> None:
+        """What has gathered goes out, and then nothing for a while: for every step would be a message too many."""
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            self._send_news()
+            await asyncio.sleep(FLUSH_PERIOD_S)
+
+    def _send_news(self) -> None:
+        if self._pending:
+            self._journal.append(self._pending)
+            self._pending = []
+        for stream in self._streams:
             stream.has_report = True
             stream.changed.set()
 

@@ -153,9 +153,10 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
             plan = response.plan
             logger.debug(
                 "placement request=%s worker=%s reason=%s tokens=%d cached=%d queue_s=%.4f prefill_s=%.4f "
-                "block_wait_s=%.4f decode_penalty_s=%.4f eviction_s=%.4f",
+                "block_wait_s=%.4f decode_penalty_s=%.4f eviction_s=%.4f crowding_s=%.4f",
                 request.request_id, response.ranked[0], response.reason, request.num_tokens, plan.cached_tokens,
                 plan.queue_s, plan.prefill_s, plan.block_wait_s, plan.decode_penalty_s, plan.eviction_s,
+                plan.crowding_s,
             )  # fmt: skip
         return response
 

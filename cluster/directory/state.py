@@ -92,6 +92,7 @@ class WorkerRecord:
                 restore_s_per_token=rates.restore_s_per_token,
                 evicted_hit_ratio=rates.evicted_hit_ratio,
                 mean_output_tokens=rates.mean_output_tokens,
+                busy_ratio=rates.busy_ratio,
             )
             if measured != self._rates:
                 self._rates = measured
@@ -534,5 +535,6 @@ def _response(placement: Placement, reason: str) -> pb.PlaceResponse:
             block_wait_s=cost.block_wait_s,
             decode_penalty_s=cost.decode_penalty_s,
             eviction_s=cost.eviction_s,
+            crowding_s=cost.crowding_s,
         ),
     )

@@ -1,6 +1,7 @@
-"""How many prompt tokens one cache without limits would have served: what any cluster's hits are measured against."""
+"""How many prompt tokens one cache of all would have served: what any cluster's hits are measured against."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from pagoda.cluster.loadtest.records import RequestRecord
@@ -10,12 +11,14 @@ BLOCK_TOKENS = 16
 """Hits are counted in whole blocks, as servers do."""
 
 
-class UnlimitedCache:
-    """Remembers every block that ever came, each with its whole prefix."""
+class PrefixCache:
+    """Remembers blocks, each with its whole prefix: all that ever came, or those that were used last."""
 
-    def __init__(self, block_tokens: int = BLOCK_TOKENS) -> None:
+    def __init__(self, block_tokens: int = BLOCK_TOKENS, max_blocks: int | None = None) -> None:
         self._block_tokens = block_tokens
-        self._chains: set[int] = set()
+        self._max_blocks = max_blocks
+        self._chains: OrderedDict[int, None] = OrderedDict()
+        """The least recently used first; of what was used together, the end before the beginning."""
 
     def num_cached(self, tokens: Sequence[int]) -> int:
         """Leading tokens that are there; the last one is always computed."""
@@ -28,7 +31,11 @@ class UnlimitedCache:
         return num_blocks * self._block_tokens
 
     def add(self, tokens: Sequence[int]) -> None:
-        self._chains.update(self._chain(tokens))
+        for chain in reversed(self._chain(tokens)):
+            self._chains[chain] = None
+            self._chains.move_to_end(chain)
+        while self._max_blocks is not None and len(self._chains) > self._max_blocks:
+            self._chains.popitem(last=False)
 
     def _chain(self, tokens: Sequence[int]) -> list[int]:
         chains, chain = [], 0
@@ -39,14 +46,18 @@ class UnlimitedCache:
 
 
 def ideal_cached_tokens(
-    records: Sequence[RequestRecord], prompts: Mapping[tuple[int, int], Sequence[int]]
+    records: Sequence[RequestRecord],
+    prompts: Mapping[tuple[int, int], Sequence[int]],
+    *,
+    max_blocks: int | None = None,
 ) -> dict[tuple[int, int], int]:
     """For each request its prompt tokens that an earlier request has had, or the answer before it in its session.
 
     `prompts` are token ids by session and turn. A prompt counts from when it is sent: those that come at the same time
-    may share. What an answer was in tokens is read off the prompt that continues it.
+    may share. What an answer was in tokens is read off the prompt that continues it. With `max_blocks` the cache keeps
+    that many, the last used.
     """
-    cache = UnlimitedCache()
+    cache = PrefixCache(max_blocks=max_blocks)
     by_turn = {(record.session, record.turn): record for record in records if record.error is None}
     cached = {}
     for record in sorted(records, key=lambda record: record.sent_s):

@@ -15,7 +15,7 @@ from scripted_server import HANG, Script, answered, delta, head, scripted_server
 
 from pagoda.cluster.cli import main
 from pagoda.cluster.loadtest import compare, report
-from pagoda.cluster.loadtest.ideal import UnlimitedCache, ideal_cached_tokens
+from pagoda.cluster.loadtest.ideal import PrefixCache, ideal_cached_tokens
 from pagoda.cluster.loadtest.openai_target import OpenAITarget
 from pagoda.cluster.loadtest.records import RequestRecord
 from pagoda.cluster.loadtest.runner import LoadOptions, LoadResult, LoadRunner, LoadState
@@ -216,7 +216,7 @@ def test_knee() -> None:
 
 
 def test_unlimited_cache() -> None:
-    cache = UnlimitedCache(4)
+    cache = PrefixCache(4)
     cache.add(range(10))
     assert cache.num_cached(list(range(12))) == 8
     assert cache.num_cached(list(range(8))) == 4  # the last token is always computed

@@ -54,6 +54,7 @@ def test_each_term() -> None:
     assert cost.decode_penalty_s == pytest.approx(8 * 50 * 1e-3)
     evicted = (33 - 5) * BLOCK
     assert cost.eviction_s == pytest.approx(0.5 * (evicted * 1e-3 + 1e-7 * evicted * evicted / 2))
+    assert cost.crowding_s == 0.0
     assert cost.total_s == pytest.approx(max(cost.queue_s, cost.restore_s) + sum(cost[2:]))
 
 
@@ -110,6 +111,17 @@ def test_what_would_be_pushed_out_counts_where_it_is_asked_for_again() -> None:
     assert first(full, worker("empty", rates=rates)) == "empty"
     forgettable = worker("full", cached=5, num_empty_blocks=0)
     assert first(forgettable, worker("empty")) == "full"
+
+
+def test_where_there_is_much_to_do_nothing_is_computed_twice_lightly() -> None:
+    """The holder has a little to do; computing it all again elsewhere takes less, and takes it from others."""
+    holder = worker("holder", cached=50, num_uncached_tokens=1000)
+    assert first(holder, worker("idle")) == "idle"
+    rates = replace(RATES, busy_ratio=0.4)
+    holder = worker("holder", cached=50, num_uncached_tokens=1000, rates=rates)
+    assert first(holder, worker("idle", rates=rates)) == "holder"
+    busiest = cost_of(PROMPT, worker("a", rates=replace(RATES, busy_ratio=1.0)))
+    assert busiest.crowding_s == pytest.approx(busiest.prefill_s)
 
 
 def test_restoring_overlaps_with_waiting() -> None:

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ray.serve.config import HTTPOptions, RequestRouterConfig, gRPCOptions
 from ray.serve.schema import LoggingConfig
 
 from pagoda.cluster.config import ClusterConfig
-from pagoda.cluster.directory_actor import ActorAddress, start_directories, stop_directories
+from pagoda.cluster.directory_actor import ActorAddress, name_directories, start_directories, stop_directories
 from pagoda.cluster.front import Front
 from pagoda.cluster.ingress.live_requests import ABORT_GRACE_S
 from pagoda.cluster.listening import free_ports
@@ -40,6 +41,7 @@ _HEALTH_PERIOD_S = 1.0
 _POLL_S = 0.1
 _CLIENT_TIMEOUT_S = 60
 _LONGEST_STREAM_S = 24 * 3600
+_MORE_INGRESSES = 300
 _WAIT_S = 0.5
 _PROXY_ACTORS = "SERVE_PROXY_ACTOR"
 """What the names of Serve's proxy actors begin with."""
@@ -69,8 +71,10 @@ class ServiceFailedError(PagodaError):
 
 def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
     """Every Ray and Serve flag that we depend on, set explicitly; `scratch` is a folder for HAProxy's files."""
-    num_grpc_ports = 2 * config.num_ingresses + 16  # while one set of ingresses replaces another, there are two
-    first_grpc_port = free_ports(num_grpc_ports)
+    # Serve gives a port away again only after a day, so this is for so many ingresses in one.
+    num_ports = 2 * config.num_ingresses + _MORE_INGRESSES
+    first_http_port, first_grpc_port = free_ports(num_ports), free_ports(num_ports)
+    metrics_port, stats_port, fallback_port, fallback_grpc_port = _free_ports(4)
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray would run its processes, the model among them, behind everybody else's.
@@ -100,13 +104,16 @@ def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure\n    no option splice-request\n    no option splice-response",
         # Its own pages listen on all interfaces; on fixed ports two services on one machine would collide.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         # Serve's gRPC servers share a port with whoever listens there already, and answer for each other.
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
-        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(_free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first_grpc_port),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first_grpc_port + num_grpc_ports - 1),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first_grpc_port + num_ports - 1),
+        # Another service's ingress must not come where this one's proxies still look for one that is gone.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_http_port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_http_port + num_ports - 1),
         # An idle ingress stops at once; a busy one gets the drain time.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
         # Whenever an ingress comes or goes, a new HAProxy takes over, and the old one ends with its last stream.
@@ -130,11 +137,13 @@ def _max_connections(config: ClusterConfig) -> int:
     return min(config.max_http_requests * config.num_ingresses + 64, descriptors // 4)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _free_ports(count: int) -> list[int]:
+    """Different ones."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def start_ray(config: ClusterConfig, *, address: str | None, scratch: Path) -> None:
@@ -183,8 +192,9 @@ def deploy(config: ClusterConfig, limits: EngineLimits) -> None:
         logging_config=logging_config,
     )
     token = secrets.token_hex()
-    directories = start_directories(config.num_directories, token, config.log_level)
+    directories = name_directories(config.num_directories)
     workers, front = _workers(config, token, directories), _front(config, limits, token, directories)
+    start_directories(directories, token, config.log_level)
     serve.run_many(
         [
             RunTarget(workers, name=WORKERS_APP, route_prefix=None, logging_config=logging_config),
@@ -339,7 +349,7 @@ def _router_class(config: ClusterConfig) -> dict[str, Any]:
     module, _, name = config.router.partition(":")
     try:
         return {"request_router_class": getattr(import_module(module), name)}
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError("router", str(error)) from error
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,11 @@ _CONNECT_TIMEOUT_S = 10.0
 _READ_TIMEOUT_S = 600.0
 """Between two pieces of an answer; a long prompt on a busy CPU takes minutes."""
 _MAX_EVENT_BYTES = 8 * 2**20
+_CONTROL_PICTURES = {
+    **{code: 0x2400 + code for code in range(32) if code not in (9, 10)},
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+}
 
 
 def root_url(url: str) -> str:
@@ -24,9 +29,14 @@ def root_url(url: str) -> str:
     return root if "://" in root else f"http://{root}"
 
 
+def printable(text: str) -> str:
+    """Without what would steer a terminal."""
+    return text.translate(_CONTROL_PICTURES)
+
+
 def authorization(api_key: str | None) -> dict[str, str] | None:
     """The header for a key, if there is one. Raises `ConfigError`."""
-    if api_key is None:
+    if not api_key:
         return None
     if not (api_key.isascii() and api_key.isprintable()):
         raise ConfigError("api_key", "must be printable ASCII")
@@ -47,7 +57,7 @@ class Answer:
     ttft_s: float | None = None
     """From sending the request to the first text."""
     decode_s: float = 0.0
-    """From the first text to the end."""
+    """From the first text, or the first thought that came before it, to the end."""
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
     num_output_tokens: int | None = None
@@ -89,7 +99,7 @@ class ChatClient:
             _check(response)
             try:
                 return [str(model["id"]) for model in response.json()["data"]]
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ChatError(f"{self._url} does not answer as an OpenAI API does") from error
 
     def ask(
@@ -107,18 +117,21 @@ class ChatClient:
             **sampling,
         }
         begin = self._clock()
-        first = None
+        first = first_text = None
         with self._errors(), self._http.stream("POST", "/chat/completions", json=body) as response:
             if not response.is_success:
                 response.read()
             _check(response)
             for event in _events(response):
                 _note(event, answer)
+                if not (event.text or event.reasoning):
+                    continue
+                now = self._clock()
+                first = now if first is None else first
+                answer.decode_s = now - first
                 if event.text:
-                    now = self._clock()
-                    first = now if first is None else first
-                    answer.ttft_s = first - begin
-                    answer.decode_s = now - first
+                    first_text = now if first_text is None else first_text
+                    answer.ttft_s = first_text - begin
                     answer.text += event.text
                     yield event.text
         if answer.finish_reason is None:
@@ -143,10 +156,10 @@ def _check(response: httpx.Response) -> None:
     if response.is_success:
         return
     try:
-        message = response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
+        message = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         message = response.text.strip()[:200] or response.reason_phrase
-    raise ChatError(f"the server answers {response.status_code}: {message}")
+    raise ChatError(f"the server answers {response.status_code}: {printable(message)}")
 
 
 def _events(response: httpx.Response) -> Iterator[StreamEvent]:
@@ -160,15 +173,16 @@ def _events(response: httpx.Response) -> Iterator[StreamEvent]:
                 yield event
             if len(splitter.rest) > _MAX_EVENT_BYTES:
                 raise ChatError(f"the server sends an event of more than {_MAX_EVENT_BYTES} bytes")
-        yield parse_event(splitter.rest)
+        with suppress(NotAnEventError):  # cut in the middle
+            yield parse_event(splitter.rest)
     except NotAnEventError as error:
-        raise ChatError(f"the server sends what is {error}") from error
+        raise ChatError(f"the server sends what is {printable(str(error))}") from error
 
 
 def _note(event: StreamEvent, answer: Answer) -> None:
     """Note what an event says about the answer."""
     if event.error is not None:
-        raise ChatError(event.error)
+        raise ChatError(printable(event.error))
     if (usage := event.usage) is not None:
         answer.num_prompt_tokens = usage.num_prompt_tokens
         answer.num_output_tokens = usage.num_output_tokens

@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -38,31 +39,34 @@ class ActorAddress:
     """Where a directory actor listens now: another place after each start."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self._actor: ActorHandle[Any] | None = None
 
     async def __call__(self) -> str:
         if self._actor is None:
-            self._actor = ray.get_actor(self._name, namespace=_NAMESPACE)
+            self._actor = await asyncio.to_thread(ray.get_actor, self.name, namespace=_NAMESPACE)
         return str(await self._actor.address.remote())
 
     def __reduce__(self) -> tuple[type["ActorAddress"], tuple[str]]:
-        return ActorAddress, (self._name,)
+        return ActorAddress, (self.name,)
 
 
-def start_directories(count: int, token: str, log_level: LogLevel) -> list[ActorAddress]:
-    """Start `count` directories and say how to find them. Those of a service that has died are ended."""
-    stop_directories()
-    names = [f"directory-{uuid.uuid4().hex[:8]}-{number}" for number in range(count)]
+def name_directories(count: int) -> list[ActorAddress]:
+    """Where `count` directories will be, once they are started."""
+    return [ActorAddress(f"directory-{uuid.uuid4().hex[:8]}-{number}") for number in range(count)]
+
+
+def start_directories(directories: Sequence[ActorAddress], token: str, log_level: LogLevel) -> None:
+    """Start them, and end those of a service that was here before."""
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(DirectoryActor)
-    for name in names:
-        actor.options(name=name, namespace=_NAMESPACE, lifetime="detached").remote(token, log_level)
-    return [ActorAddress(name) for name in names]
+    for each in directories:
+        actor.options(name=each.name, namespace=_NAMESPACE, lifetime="detached").remote(token, log_level)
+    stop_directories(keep={each.name for each in directories})
 
 
-def stop_directories() -> None:
-    """End all directories of this Ray cluster."""
+def stop_directories(keep: Collection[str] = ()) -> None:
+    """End all other directories of this Ray cluster."""
     for named in ray.util.list_named_actors(all_namespaces=True):
-        if named["namespace"] == _NAMESPACE:
+        if named["namespace"] == _NAMESPACE and named["name"] not in keep:
             with suppress(ValueError):  # it is gone
                 ray.kill(ray.get_actor(**named))

@@ -59,6 +59,7 @@ class Front:
                 config.served_model_name,
                 lambda: known_workers.WORKERS.hash_domain,
                 on_placed=self._metrics.placed,
+                is_routable=lambda boot_id: boot_id in known_workers.WORKERS.boot_ids,
             )
             if self._directory is not None
             else None

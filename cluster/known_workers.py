@@ -15,12 +15,18 @@ class KnownWorkers:
 
     def __init__(self) -> None:
         self._endpoints: frozenset[WorkerEndpoint] = frozenset()
+        self._boot_ids: frozenset[str] = frozenset()
         self._listener: Callable[[frozenset[WorkerEndpoint]], None] | None = None
 
     def listen(self, listener: Callable[[frozenset[WorkerEndpoint]], None]) -> None:
         """Call `listener` now and whenever the workers change, on the thread of whoever changes them."""
         self._listener = listener
         listener(self._endpoints)
+
+    @property
+    def boot_ids(self) -> frozenset[str]:
+        """Of the workers that can be routed to."""
+        return self._boot_ids
 
     @property
     def hash_domain(self) -> HashDomain | None:
@@ -30,6 +36,7 @@ class KnownWorkers:
     def update(self, endpoints: frozenset[WorkerEndpoint]) -> None:
         if endpoints != self._endpoints:
             self._endpoints = endpoints
+            self._boot_ids = frozenset(endpoint.boot_id for endpoint in endpoints)
             if self._listener is not None:
                 self._listener(endpoints)
 

@@ -2,7 +2,6 @@
 
 import random
 import socket
-from contextlib import ExitStack
 
 from pagoda.worker.errors import ConfigError
 
@@ -31,11 +30,11 @@ def free_ports(count: int) -> int:
     """The first of `count` ports in a row on which nobody listens, at a random place. Raises `ConfigError`."""
     for _ in range(_MAX_TRIES):
         first = random.randrange(_INNER_PORTS.start, _INNER_PORTS.stop - count)
-        with ExitStack() as probes:
-            try:
-                for port in range(first, first + count):
-                    probes.enter_context(socket.socket()).bind(("", port))
-            except OSError:
-                continue
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("", port))
+        except OSError:
+            continue
         return first
     raise ConfigError("num_ingresses", f"there are no {count} free ports in a row for them")

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _BOM = b"\xef\xbb\xbf"
+_OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")
+"""How lines begin that hold no data."""
 _MAX_QUOTED = 200
 
 
@@ -30,9 +32,9 @@ class EventSplitter:
         if not self._is_begun and len(data) >= len(_BOM):
             data = data.removeprefix(_BOM)
             self._is_begun = True
-        # Behind a CR at the end an LF may still come.
-        held_back = b"\r" if data.endswith(b"\r") else b""
-        data = data.removesuffix(b"\r").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        # Behind a CR at the end an LF may still come, except where lines end in CR alone.
+        held_back = b"\r" if data.endswith(b"\r") and not data.endswith(b"\r\r") else b""
+        data = data.removesuffix(held_back).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *events, rest = data.split(b"\n\n")
         self._rest = rest + held_back
         return events
@@ -67,7 +69,7 @@ def parse_event(event: bytes) -> StreamEvent:
     lines = event.strip().split(b"\n")
     data = b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:"))
     if not data:
-        if event.strip() and not all(b":" in line for line in lines):
+        if event.strip() and not all(line.startswith(_OTHER_FIELDS) for line in lines):
             raise NotAnEventError(f"not an event: {_quoted(event)}")
         return StreamEvent()
     if data == b"[DONE]":
@@ -78,7 +80,7 @@ def parse_event(event: bytes) -> StreamEvent:
         raise NotAnEventError(f"not JSON: {_quoted(data)}") from error
     try:
         return _parse_chunk(chunk)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise NotAnEventError(f"not an event of an answer, {type(error).__name__}: {_quoted(data)}") from error
 
 

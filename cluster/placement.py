@@ -52,7 +52,7 @@ class WorkerRates:
     busy_ratio: float = 0.0
     """The part of the time in which it computes."""
 
-    def prefill_s(self, num_tokens: int, num_context: int) -> float:
+    def prefill_s(self, num_tokens: float, num_context: int) -> float:
         """Of `num_tokens` behind `num_context` others; each also sees those before it."""
         pairs = num_tokens * (num_context + num_tokens / 2)
         return self.prefill_s_per_token * num_tokens + self.prefill_s_per_token_and_context * pairs
@@ -87,11 +87,12 @@ class Candidate:
     num_lower_blocks: int = 0
     """Of these, on lower tiers than the device."""
     queue_s: float = -1.0
-    """Computing the prompts that wait there; found out unless it is given."""
+    """Computing the prompts that wait there, taken to be equally long; found out unless it is given."""
 
     def __post_init__(self) -> None:
         if self.queue_s < 0:
-            self.queue_s = self.rates.prefill_s(self.load.num_uncached_tokens, 0)
+            num_prompts = max(1, self.load.num_sequences)
+            self.queue_s = num_prompts * self.rates.prefill_s(self.load.num_uncached_tokens / num_prompts, 0)
 
     def holding(self, num_blocks: int, num_lower_blocks: int) -> "Candidate":
         """The same worker for a prompt of which it holds so much."""
@@ -174,7 +175,7 @@ def place(
     equals = [index for index, total in enumerate(totals) if total <= tie_s]
     if len(equals) > 1:
         equals.sort(key=lambda index: _order_of_equals(candidates[index], draw))
-    others = [index for index, total in enumerate(totals) if total > tie_s]
+    others = [index for index, total in enumerate(totals) if not total <= tie_s]
     others.sort(key=totals.__getitem__)
     ranking = equals + others
     if pinned is not None:

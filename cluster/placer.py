@@ -27,12 +27,14 @@ class Placer:
         domain: Callable[[], HashDomain | None],
         *,
         on_placed: Callable[[str], None] = lambda _: None,
+        is_routable: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """`domain` tells what the workers' hashes begin with, once that is known.
+        """`domain` tells what the workers' hashes begin with, once that is known; `is_routable` takes a boot id.
 
         `on_placed` gets each placement's reason, `none` where nobody answered.
         """
         self._on_placed = on_placed
+        self._is_routable = is_routable
         self._client = client
         self._model = model
         self._domain = domain
@@ -60,6 +62,9 @@ class Placer:
             max_output_tokens=request.sampling.max_tokens or 0,
         )
         answer = await self._client.place(query, exclude=exclude)
+        if answer is not None and (gone := [name for name in answer.ranked if not self._is_routable(name)]):
+            # They are about to stop, or the directory has not heard yet: its load belongs where the request can go.
+            answer = await self._client.place(query, exclude={*exclude, *gone}) or answer
         self._on_placed("none" if answer is None else answer.reason)
         return () if answer is None else tuple(answer.ranked)
 

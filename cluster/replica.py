@@ -5,6 +5,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
 from pagoda.cluster.directory.publisher import DirectoryPublisher, Resolve
@@ -58,6 +59,7 @@ class Worker:
     async def record_replica_metadata(self) -> dict[str, str]:
         """Serve calls this once the worker is made, and hands the result to every router."""
         self._server = WorkerServer(self._engine, token=self._token)
+        address = await self._server.start(self._own_address())
         domain = self._engine.hash_domain
         if self._directories and self._publisher is None:
             self._loop = asyncio.get_running_loop()
@@ -73,7 +75,6 @@ class Worker:
             )
             self._publisher = DirectoryPublisher(hello, self._directories, token=self._token)
             self._publisher.start()
-        address = await self._server.start(self._own_address())
         return WorkerEndpoint(address, self._boot_id, domain).as_metadata()
 
     async def ping(self) -> None:
@@ -108,8 +109,9 @@ class Worker:
 
     def _on_report(self, report: LoadReport) -> None:
         """Engine thread. What happens before somebody listens is only the loading of the model."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._publish, report)
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it is closed
+                self._loop.call_soon_threadsafe(self._publish, report)
 
     def _publish(self, report: LoadReport) -> None:
         if self._publisher is not None:

@@ -49,24 +49,25 @@ class ServeWorkerClient:
 
     async def stream(self, request: Request) -> AsyncGenerator[list[SequenceOutput], None]:
         failed: set[str] = set()
-        for tries_left in reversed(range(MAX_TRIES)):
-            is_begun = False
-            ranked = () if self._placer is None else await self._placer.rank(request, exclude=failed)
-            try:
-                async with contextlib.aclosing(self._try(request, ranked)) as batches:
-                    async for batch in batches:
-                        if not is_begun and self._placer is not None:
-                            self._placer.begun(request.request_id)
-                        is_begun = True
-                        yield batch
-                return
-            except (WorkerLostError, WorkerFullError):
-                if is_begun or not tries_left:
-                    raise
-                failed.update(ranked[:1])
-            finally:
-                if self._placer is not None:
-                    self._placer.gone(request.request_id)
+        try:
+            for tries_left in reversed(range(MAX_TRIES)):
+                is_begun = False
+                ranked = () if self._placer is None else await self._placer.rank(request, exclude=failed)
+                try:
+                    async with contextlib.aclosing(self._try(request, ranked)) as batches:
+                        async for batch in batches:
+                            if not is_begun and self._placer is not None:
+                                self._placer.begun(request.request_id)
+                            is_begun = True
+                            yield batch
+                    return
+                except (WorkerLostError, WorkerFullError):
+                    if is_begun or not tries_left:
+                        raise
+                    failed.update(ranked[:1])
+        finally:
+            if self._placer is not None:
+                self._placer.gone(request.request_id)
 
     def abort(self, request_id: RequestId) -> None:
         self._sessions.abort_everywhere(request_id)

@@ -202,14 +202,22 @@ class Engine:
             while self._take_commands():
                 if self._scheduler.has_work():
                     self._step()
-                if self._reporter is not None:
-                    self._reporter.report(self._scheduler)
+                self._report()
         except Exception as error:
             logger.exception("the engine stops: its state cannot be trusted any more")
             self._failure = error
         finally:
             self._end_everything()
             self._executor.shutdown()
+
+    def _report(self) -> None:
+        """To whoever keeps account of us; what goes wrong there must not end requests."""
+        if self._reporter is not None:
+            try:
+                self._reporter.report(self._scheduler)
+            except Exception:
+                logger.exception("no more reports")
+                self._reporter = None
 
     def _take_commands(self) -> bool:
         """Apply what came in, waiting for it while there is nothing to do. False once the engine should stop."""

@@ -190,6 +190,8 @@ def _plan(options: dict[str, Any], *, has_times: bool) -> BenchPlan:
     if not given and not has_times:
         raise ConfigError("rate", "one of --rate, --rates and --concurrency is needed")
     authorization(common["api_key"])
+    if common["grpc"] is not None and not (common["grpc"].isascii() and common["grpc"].isprintable()):
+        raise ConfigError("grpc", "must be printable ASCII")
     slo = {name: options.pop(f"slo_{name}_ms") for name in ("ttft", "tpot", "e2e")}
     for name, value in slo.items():
         if value is not None:

@@ -1,13 +1,15 @@
 """Runs what `pagoda bench` was asked for: one load test or one for each rate, with progress; writes what came of it."""
 
 import asyncio
+import os
 import resource
+import signal
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import uvloop
@@ -22,8 +24,10 @@ from pagoda.cluster.loadtest.target import Target, TargetError
 from pagoda.cluster.loadtest.workloads import Workload
 from pagoda.worker.errors import ConfigError
 
+T = TypeVar("T")
 _PAUSE_BETWEEN_RATES_S = 2.0
 _MAX_FILES = 65_536
+_MAX_SIGNALS = 2
 _SAY_EVERY_S = 5
 """Where nobody watches."""
 
@@ -72,93 +76,128 @@ def _raise_file_limit() -> None:
 
 async def _bench(workload: Workload, plan: BenchPlan) -> bool:
     target = _target(plan)
+    phases = _Phases()
     try:
         target.model = await _model(target, plan.model)
         if plan.rates:
-            return await _ramp(workload, target, plan)
+            return await _ramp(workload, target, plan, phases)
         _say(f"{workload.name} on {target.model} at {plan.grpc or plan.url}", err=True)
-        summary, records = await _measure(workload, target, plan, plan.options)
+        summary, records = await _measure(workload, target, plan, plan.options, phases)
+        summary = _head(workload, target, plan) | summary
+        try:
+            _save(plan, summary, records, [record.as_json() for record in records])
+        finally:
+            for line in report.lines(summary):
+                _say(line)
     finally:
         await target.close()
-    summary = _head(workload, target, plan) | summary
-    _save(plan, summary, records, [record.as_json() for record in records])
-    for line in report.lines(summary):
-        _say(line)
     return bool(summary["num_requests"]) and not summary["failed_requests"] and not summary["was_interrupted"]
 
 
 def _head(workload: Workload, target: Target, plan: BenchPlan) -> dict[str, Any]:
     """What was measured, and how."""
     load = plan.options
+    lengths = {name: getattr(workload, name) for name in getattr(workload, "__dataclass_fields__", ())}
     return {
         "workload": workload.name,
         "model": target.model,
         "target": plan.grpc or plan.url,
         "seed": load.seed,
         "sessions_per_s": load.rate,
-        "arrivals": load.arrivals if load.concurrency is None else None,
+        "arrivals": None if load.concurrency is not None or load.as_recorded else load.arrivals,
+        "burst_size": load.burst_size if load.arrivals == "bursts" else None,
         "concurrency": load.concurrency,
         "planned_rates": list(plan.rates) or None,
+        "planned_duration_s": load.duration_s,
+        "max_sessions": load.max_sessions,
+        "timeout_s": plan.timeout_s,
         "temperature": plan.temperature,
+        "ignore_eos": plan.ignore_eos,
+        "trace": None if plan.trace is None else str(plan.trace),
         **{f"slo_{name}": limit for name, limit in asdict(plan.slo).items()},
+        **{f"workload_{name}": value for name, value in lengths.items() if isinstance(value, int | float | str | None)},
     } | plan.notes
 
 
-async def _ramp(workload: Workload, target: Target, plan: BenchPlan) -> bool:
+async def _ramp(workload: Workload, target: Target, plan: BenchPlan, phases: "_Phases") -> bool:
     """Rate after rate, each with requests of its own, so that none profits from the one before it."""
     stages: list[dict[str, Any]] = []
     requests: list[dict[str, Any]] = []
-    records: list[RequestRecord] = []
     for index, rate in enumerate(plan.rates):
-        if index and await _was_cancelled(asyncio.sleep(_PAUSE_BETWEEN_RATES_S)):
+        if index and not await phases.run(asyncio.sleep(_PAUSE_BETWEEN_RATES_S, result=True)):
             break
         _say(f"{workload.name} on {target.model}: {rate:g} sessions/s", err=True)
         options = replace(plan.options, rate=rate, seed=plan.options.seed + index)
-        summary, records = await _measure(workload, target, plan, options)
+        summary, records = await _measure(workload, target, plan, options, phases)
         stages.append({"rate": rate, "seed": options.seed} | summary)
         requests += [{"stage": index} | record.as_json() for record in records]
-        for line in report.lines(summary):
-            _say(line)
+        result = _head(workload, target, plan) | _totals(stages, len(plan.rates))
+        try:
+            _save(plan, result, records, requests)  # each time, so that whatever comes later loses nothing
+        finally:
+            for line in report.lines(summary):
+                _say(line)
         if summary["was_interrupted"]:
             break
-    totals = {name: sum(stage[name] for stage in stages) for name in ("num_requests", "failed_requests")}
-    was_whole = len(stages) == len(plan.rates) and not stages[-1]["was_interrupted"]
-    result = (
-        _head(workload, target, plan) | {"knee_rate": report.knee(stages), "was_interrupted": not was_whole} | totals
-    )
-    _save(plan, result | {"stages": stages}, records, requests)
     _say(f"knee: {result['knee_rate'] or 'below the lowest rate'}, the highest rate with 90 % of requests good")
-    if not was_whole:
+    if result["was_interrupted"]:
         _say(f"interrupted: {len(stages)} of {len(plan.rates)} rates were tried")
-    return was_whole and not totals["failed_requests"]
+    return not result["was_interrupted"] and not result["failed_requests"]
 
 
-async def _was_cancelled(work: Awaitable[Any]) -> bool:
-    """Whether somebody pressed Ctrl-C meanwhile."""
-    try:
-        await work
-    except asyncio.CancelledError:
-        return True
-    return False
+def _totals(stages: Sequence[dict[str, Any]], num_planned: int) -> dict[str, Any]:
+    """What the stages come to so far. As long as one is missing, it was interrupted."""
+    totals = {name: sum(stage[name] for stage in stages) for name in ("num_requests", "failed_requests")}
+    was_interrupted = len(stages) < num_planned or stages[-1]["was_interrupted"]
+    return {"knee_rate": report.knee(stages), "was_interrupted": was_interrupted, **totals, "stages": list(stages)}
+
+
+class _Phases:
+    """Ctrl-C ends what runs now and nothing else: what was measured is kept. A third one ends everything."""
+
+    def __init__(self) -> None:
+        self._running: asyncio.Task[Any] | None = None
+        self._num_signals = 0
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_signal_handler(signal.SIGINT, self._on_signal)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """What `work` returns; None if it was ended and returned nothing."""
+        self._num_signals = 0
+        task: asyncio.Task[T] = self._loop.create_task(work)
+        self._running = task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if (own := asyncio.current_task()) is not None and own.cancelling():
+                raise
+            return None
+        finally:
+            self._running = None
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        if self._running is None or self._num_signals > _MAX_SIGNALS:
+            self._loop.remove_signal_handler(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        elif not self._running.cancelling():
+            self._running.cancel()
 
 
 async def _measure(
-    workload: Workload, target: Target, plan: BenchPlan, options: LoadOptions
+    workload: Workload, target: Target, plan: BenchPlan, options: LoadOptions, phases: _Phases
 ) -> tuple[dict[str, Any], list[RequestRecord]]:
     progress = _Progress(options.duration_s)
     runner = LoadRunner(workload, target, options, on_progress=progress.show, keep_requests=plan.measure_ideal)
-    result = await runner.run()
+    result = await phases.run(runner.run())
+    if result is None:  # before it began
+        raise click.Abort
     progress.close()
     ideal: dict[tuple[int, int], int] | None = None
-
-    async def find_ideal() -> None:
-        nonlocal ideal
-        _say(f"asking for the tokens of {len(result.requests)} prompts (Ctrl-C goes on without)", err=True)
-        prompts = await tokenize_all(target, result.requests)
-        ideal = None if prompts is None else ideal_cached_tokens(result.records, prompts)
-
     if plan.measure_ideal and not result.was_interrupted:
-        await _was_cancelled(find_ideal())
+        _say(f"asking for the tokens of {len(result.requests)} prompts (Ctrl-C goes on without)", err=True)
+        prompts = await phases.run(tokenize_all(target, result.requests))
+        ideal = None if prompts is None else ideal_cached_tokens(result.records, prompts)
     return report.summarize(result, plan.slo, ideal), result.records
 
 
@@ -223,8 +262,12 @@ def _save(
 
 def _say(text: str = "", *, err: bool = False, nl: bool = True) -> None:
     """Print; whoever has read this may have hung up, which is no reason to lose what was measured."""
-    with suppress(OSError):
+    try:
         click.echo(text, err=err, nl=nl)
+    except OSError:
+        stream = sys.stderr if err else sys.stdout
+        with suppress(OSError, ValueError):  # else what is left in its buffer fails again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _Progress:

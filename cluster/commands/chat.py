@@ -1,6 +1,7 @@
 """`pagoda chat`: a conversation in the terminal with a model that is served somewhere."""
 
 import contextlib
+import io
 import math
 import re
 import sys
@@ -10,12 +11,10 @@ from typing import Any
 
 import click
 
-from pagoda.cluster.chat_client import Answer, ChatClient, ChatError, Message
+from pagoda.cluster.chat_client import Answer, ChatClient, ChatError, Message, printable
 from pagoda.worker.errors import ConfigError
 
 _HELP = "/clear starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
-_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
-"""What a model writes must not steer the terminal."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop")
 
 
@@ -38,6 +37,9 @@ def chat(url: str, model: str | None, system: str | None, api_key: str | None, *
     much of the prompt was found in the server's cache. With input from a pipe, answers go to standard output and
     everything else to standard error.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what the terminal cannot show must not end the conversation
+            stream.reconfigure(errors="replace")
     given = {name: value for name in _SAMPLING if (value := sampling[name]) not in (None, ())}
     for name, value in given.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -52,7 +54,7 @@ def chat(url: str, model: str | None, system: str | None, api_key: str | None, *
         if model is not None and model not in served:
             raise ChatError(f"{model} is not served at {url}; served: {', '.join(served)}")
         name = model or served[0]
-        click.echo(f"{name} at {url}. {_HELP}.", err=True)
+        click.echo(printable(f"{name} at {url}. {_HELP}."), err=True)
         _talk(client, name, system, given)
 
 
@@ -102,7 +104,7 @@ def _show(client: ChatClient, model: str, messages: list[Message], sampling: dic
     try:
         with closing(client.ask(model, messages, sampling, answer)) as pieces:
             for piece in pieces:
-                click.echo(piece.translate(_CONTROL_PICTURES) if sys.stdout.isatty() else piece, nl=False)
+                click.echo(printable(piece) if sys.stdout.isatty() else piece, nl=False)
     except KeyboardInterrupt:
         is_stopped = True
     finally:
@@ -144,6 +146,8 @@ def _lines(*, is_interactive: bool) -> Iterator[str]:
             yield input("> ")
         except KeyboardInterrupt:
             click.echo(f"\n({_HELP})", err=True)
+        except UnicodeDecodeError:
+            click.echo("Error: that is not text", err=True)
         except EOFError:
             click.echo(err=True)
             return

@@ -25,7 +25,7 @@ def ask(url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, An
             raise NoAnswerError(f"{root} answers {response.status_code}: {answer['error']['message']}")
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         raise NoAnswerError(f"no server answers at {root}: {error or type(error).__name__}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise NoAnswerError(f"{root} is no Pagoda service") from error
     if not isinstance(answer, dict):
         raise NoAnswerError(f"{root} is no Pagoda service")

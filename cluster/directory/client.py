@@ -91,7 +91,9 @@ class _Directory:
         return self._num_late >= _MAX_LATE
 
     def rest(self, now_s: float, draw: float) -> None:
-        """Leave it alone for a while."""
+        """Leave it alone for a while, if it is not already: many calls may fail at once."""
+        if now_s < self._rest_until_s:
+            return
         self._rest_until_s = now_s + self._rest_s * (0.5 + draw / 2)
         self._rest_s = min(2 * self._rest_s, _REST_S[1])
 
@@ -110,6 +112,8 @@ class _Directory:
             self.rest(time.monotonic(), random.random())
 
     async def close(self) -> None:
+        if self._connecting is not None and self._connecting is not asyncio.current_task():
+            self._connecting.cancel()
         channel, self._channel, self.stub = self._channel, None, None
         if channel is not None:
             await channel.close()
@@ -154,18 +158,18 @@ class DirectoryClient:
         """Where the request should go; its load is reserved there until `begun` or `gone`. None if nobody can say."""
         end_s = time.monotonic() + self._deadline_s
         request = query.as_proto(exclude=exclude)
-        for directory in self._in_order(query.model):
-            now_s = time.monotonic()
-            if now_s >= end_s:
-                break
-            if not directory.is_usable(now_s):
+        before = self._open.pop(query.request_id, None)
+        usable = [each for each in self._in_order(query.model) if each.is_usable(time.monotonic())]
+        for index, directory in enumerate(usable):
+            now_s, stub = time.monotonic(), directory.stub
+            if now_s >= end_s or stub is None:
                 continue
-            stub = directory.stub
-            assert stub is not None
+            timeout_s = (end_s - now_s) / (len(usable) - index)  # something is left for the others
             try:
-                response: pb.PlaceResponse = await stub.Place(request, timeout=end_s - now_s, metadata=self._metadata)
+                response: pb.PlaceResponse = await stub.Place(request, timeout=timeout_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
-                self._note_failure(directory, query, error)
+                if directory.stub is stub:  # else it has been noted
+                    self._note_failure(directory, query, error)
                 continue
             except (asyncio.CancelledError, grpc.aio.UsageError):  # so end calls on a channel that is closed
                 if (task := asyncio.current_task()) is not None and task.cancelling():
@@ -175,8 +179,12 @@ class DirectoryClient:
             directory.has_answered()
             self.outcomes[response.reason] += 1
             self._open[query.request_id] = (query, response.ranked[0], directory.number)
+            if before is not None and before[2] != directory.number:
+                self._spawn(self._release(self._directories[before[2]], query.request_id))
             return response
         self.outcomes["none"] += 1
+        if before is not None:
+            self._spawn(self._release(self._directories[before[2]], query.request_id))
         return None
 
     async def stats(self) -> pb.DirectoryStats | None:
@@ -196,6 +204,9 @@ class DirectoryClient:
                     return await call(directory.stub)
                 except grpc.aio.AioRpcError as error:
                     logger.debug("directory %d: %s", directory.number, error.details())
+                except (asyncio.CancelledError, grpc.aio.UsageError):  # its channel was closed
+                    if (task := asyncio.current_task()) is not None and task.cancelling():
+                        raise
         return None
 
     def begun(self, request_id: str) -> None:

@@ -12,7 +12,7 @@ Two things keep the directory from ever standing still for long. Entries lie in 
 that grows is copied in one go. And they hold nothing but bytes and integers: those the garbage collector passes by.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -79,9 +79,11 @@ class PrefixIndex:
         """Whether nothing of a retired slot is left."""
         return not self._retired
 
-    def add_slot(self) -> int:
-        """A slot for a worker that holds nothing."""
-        slot = self._free_slots.pop() if self._free_slots else self._num_slots
+    def add_slot(self, avoid: Container[int] = ()) -> int:
+        """A slot for a worker that holds nothing; none of those to `avoid`."""
+        slot = next((slot for slot in self._free_slots if slot not in avoid), self._num_slots)
+        if slot in self._free_slots:
+            self._free_slots.remove(slot)
         self._num_slots = max(self._num_slots, slot + 1)
         self._device_bits |= slot_bit(slot)
         self._num_held[slot] = [0] * NUM_TIERS

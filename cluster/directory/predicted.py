@@ -20,6 +20,8 @@ class PredictedBlocks:
         self._turn_s = now_s + lifetime_s
         self._young: dict[bytes, int] = {}
         self._old: dict[bytes, int] = {}
+        self._young_retired: set[int] = set()
+        self._old_retired: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
@@ -30,6 +32,7 @@ class PredictedBlocks:
             is_stale = now_s >= self._turn_s + self._lifetime_s
             self._old = {} if is_stale else self._young
             self._young = {}
+            self._young_retired, self._old_retired = set(), set() if is_stale else self._young_retired
             self._turn_s = now_s + self._lifetime_s
         return tuple(generation for generation in (self._young, self._old) if generation)
 
@@ -39,12 +42,11 @@ class PredictedBlocks:
         for block_hash in hashes:
             self._young[block_hash] = self._young.get(block_hash, 0) | bit
 
-    def forget(self, slot: int) -> None:
-        """The worker of `slot` is gone."""
-        kept = ~slot_bit(slot)
-        for generation in (self._young, self._old):
-            for block_hash, mask in list(generation.items()):
-                if rest := mask & kept:
-                    generation[block_hash] = rest
-                else:
-                    del generation[block_hash]
+    def retire(self, slot: int) -> None:
+        """Its worker is gone. What was guessed of it may stay: nobody asks for the slot until it is reused."""
+        self._young_retired.add(slot)
+
+    @property
+    def retired_slots(self) -> set[int]:
+        """Slots that must not be given to another worker yet, since guesses of the last one may be left."""
+        return self._young_retired | self._old_retired

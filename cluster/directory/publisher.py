@@ -37,6 +37,8 @@ FLUSH_PERIOD_S = 0.025
 """So long what happens is gathered; the directory's own predictions and reservations bridge it."""
 REPORT_PERIOD_S = 0.5
 """At the latest; so often a directory hears of a worker that does nothing."""
+_IDLE_DECAY = 0.9
+"""Of how busy a worker is said to be, with each period without news."""
 _MAX_UNTOLD = 4096
 """Requests whose coming or going a directory that does not answer is told later; reservations have a deadline too."""
 _DEADLINE_S = 5.0
@@ -161,6 +163,8 @@ class DirectoryPublisher:
         for request_id in finished:
             self._live.pop(request_id, None)
         for stream in self._streams:
+            if len(stream.admitted) + len(stream.finished) + len(admitted) + len(finished) > _MAX_UNTOLD:
+                stream.is_complete = True
             stream.admitted.extend(admitted)
             stream.finished.extend(finished)
         self._has_news.set()
@@ -168,7 +172,10 @@ class DirectoryPublisher:
     async def _flush(self) -> None:
         """What has gathered goes out, and then nothing for a while: for every step would be a message too many."""
         while True:
-            await self._has_news.wait()
+            try:
+                await asyncio.wait_for(self._has_news.wait(), REPORT_PERIOD_S)
+            except TimeoutError:
+                self._report.rates.busy_ratio *= _IDLE_DECAY
             self._has_news.clear()
             self._send_news()
             await asyncio.sleep(FLUSH_PERIOD_S)
@@ -184,22 +191,24 @@ class DirectoryPublisher:
     async def _keep(self, stream: "_Stream") -> None:
         pause_s = _RECONNECT_S[0]
         while not stream.is_leaving:
+            stream.is_accepted = False
             try:
                 address = await asyncio.wait_for(stream.resolve(), _DEADLINE_S)
                 async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-                    if await self._run(stream, channel):
-                        pause_s = _RECONNECT_S[0]
+                    await self._run(stream, channel)
             except grpc.aio.AioRpcError as error:
                 log = logger.warning if error.code() is grpc.StatusCode.FAILED_PRECONDITION else logger.debug
                 log("a directory does not take this worker: %s: %s", error.code().name, error.details())
             except Exception as error:  # noqa: BLE001  (whatever a directory does, the worker goes on)
                 logger.debug("no directory: %s", error)
+            if stream.is_accepted:
+                pause_s = _RECONNECT_S[0]
             if not stream.is_leaving:
                 await asyncio.sleep(pause_s * (0.5 + self._draw() / 2))
                 pause_s = min(2 * pause_s, _RECONNECT_S[1])
 
-    async def _run(self, stream: "_Stream", channel: grpc.aio.Channel) -> bool:
-        """One stream until it ends. Whether the directory had accepted it."""
+    async def _run(self, stream: "_Stream", channel: grpc.aio.Channel) -> None:
+        """One stream until it ends."""
         call = directory_pb2_grpc.DirectoryStub(channel).Publish(metadata=self._metadata)
         reading: asyncio.Task[None] | None = None
         try:
@@ -224,7 +233,6 @@ class DirectoryPublisher:
                 except TimeoutError:
                     stream.has_report = True
                 stream.changed.clear()
-            return True
         finally:
             if reading is not None:
                 reading.cancel()
@@ -276,10 +284,12 @@ class _Stream:
         self.admitted: deque[str] = deque(maxlen=_MAX_UNTOLD)
         self.finished: deque[str] = deque(maxlen=_MAX_UNTOLD)
         self.is_leaving = False
+        self.is_accepted = False
         self.is_ended = False
 
     def begin(self, ack: pb.DirectoryAck) -> None:
         """A stream was accepted."""
+        self.is_accepted = True
         self.is_ended = False
         self.has_report = self.is_complete = True
         self.wants_snapshot = False

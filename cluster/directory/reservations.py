@@ -22,6 +22,8 @@ class Reservation:
     num_blocks: int
     """That it will need beside those it shares."""
     deadline_s: float
+    not_at: frozenset[str] = frozenset()
+    """Workers that have lost or refused it: what they still say of it is old."""
 
 
 @dataclass(slots=True)
@@ -46,7 +48,6 @@ class Reservations:
 
     def __init__(self) -> None:
         self._by_request: dict[str, Reservation] = {}
-        """In the order of their deadlines, as long as all get the same time."""
         self._load: dict[str, ReservedLoad] = {}
         self.ends: Counter[str] = Counter()
         """By how: admitted, finished, released, expired, worker_lost."""
@@ -67,6 +68,11 @@ class Reservations:
         self._by_request[reservation.request_id] = reservation
         self.load_of(reservation.worker_id).count(reservation, 1)
 
+    def end_as_told_by(self, worker_id: str, request_ids: Iterable[str], how: str) -> None:
+        """As `end`, but for requests that are not at this worker any more."""
+        told = (name for name in request_ids if (r := self._by_request.get(name)) and worker_id not in r.not_at)
+        self.end(list(told), how)
+
     def end(self, request_ids: Iterable[str], how: str) -> None:
         """Ids without a reservation are ignored: signals may come late or twice."""
         if num_ended := sum(self._drop(request_id) for request_id in request_ids):
@@ -74,11 +80,7 @@ class Reservations:
 
     def expire(self, now_s: float) -> int:
         """End those whose time is over. Returns how many."""
-        late = []
-        for request_id, reservation in self._by_request.items():
-            if reservation.deadline_s > now_s:
-                break
-            late.append(request_id)
+        late = [name for name, reservation in self._by_request.items() if reservation.deadline_s <= now_s]
         self.end(late, "expired")
         return len(late)
 

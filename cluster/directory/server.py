@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 _TICK_S = 0.1
-_SWEEP_PIECES = 8
-"""Per pause, while there is something to sweep: some tens of microseconds each."""
 _STOP_GRACE_S = 0.5
 _MAX_QUEUED_ACKS = 64
 _WATCH_MS = (100, 60_000, 1_000)
@@ -84,18 +82,16 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
         await self._server.wait_for_termination()
 
     async def _keep(self) -> None:
+        """End what is over, and sweep in pieces between which others have their turn."""
         while True:
-            self.state.tick(time.monotonic())
-            await self._sweep()
-            await asyncio.sleep(_TICK_S)
-
-    async def _sweep(self) -> None:
-        """In pieces, between which others have their turn."""
-        is_left = True
-        while is_left:
-            for _ in range(_SWEEP_PIECES):
-                is_left = self.state.sweep()
-            await asyncio.sleep(0)
+            until_s = time.monotonic() + _TICK_S
+            try:
+                self.state.tick(time.monotonic())
+                while time.monotonic() < until_s and self.state.sweep():  # noqa: ASYNC110  (there is no event)
+                    await asyncio.sleep(0)
+            except Exception:
+                logger.exception("keeping the directory")
+            await asyncio.sleep(max(0.0, until_s - time.monotonic()))
 
     # -- calls -----------------------------------------------------------------------------------
 

@@ -25,10 +25,19 @@ MAX_HASHES = 4096
 MAX_ID_BYTES = 256
 MAX_NUM_WORKERS = 4096
 MAX_NUM_GROUPS = 64
+MAX_RESERVATION_S = 600.0
+MAX_SAMPLES = 4096
+MAX_LIVE = 100_000
+"""Requests of one worker."""
+MAX_CLEARED = 64
+"""Of one batch."""
+MAX_RATE = 1e9
 MAX_WORKER_ENTRIES = 8 * 2**20
 """Blocks of one worker over all tiers and groups; what is beyond is left out, and counted."""
 _PREDICTED_LIFETIME_S = 3.0
 _NOTHING: dict[Tier, int] = {}
+_LONGEST_TICK_S = 1.0
+"""Between two ticks; beyond it workers are not to blame for their silence."""
 _ASK_AGAIN_S = 1.0
 """After which a gap that nobody has mended is complained of once more, then as a loss."""
 
@@ -57,7 +66,8 @@ class WorkerRecord:
         self.stream = 0
         """Number of the stream that speaks for it; others are outdated."""
         self.last_seq = 0
-        self.is_exact = not hello.last_seq
+        self.known_seq = hello.last_seq
+        """The last batch that is known to have been made."""
         self.asked_s: float | None = None
         """When it was told of a gap that is still open."""
         self.is_in_snapshot = False
@@ -71,6 +81,11 @@ class WorkerRecord:
         self._reserved = reserved
         self._candidate: Candidate | None = None
         self._num_changes = (-1, -1)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what is known of it is all that it has said."""
+        return not self.is_in_snapshot and self.last_seq >= self.known_seq
 
     @property
     def worker_id(self) -> str:
@@ -139,6 +154,13 @@ class _Model:
         self.typical = _TypicalRates()
         self.workers: dict[str, WorkerRecord] = {}
 
+    def add_slot(self) -> int:
+        return self.index.add_slot(avoid=self.predicted.retired_slots)
+
+    def retire_slot(self, slot: int) -> None:
+        self.predicted.retire(slot)
+        self.index.retire_slot(slot)
+
     def check(self, hello: pb.Hello) -> None:
         """Raise `MismatchError` if this worker's blocks are of another kind."""
         for name, theirs, ours in (
@@ -163,7 +185,7 @@ class DirectoryState:
     ) -> None:
         """A worker that is silent for `lease_s` is forgotten; `draw` gives numbers in [0, 1), for ties."""
         self.directory_id = directory_id
-        self._began_s = now_s
+        self._began_s = self._ticked_s = now_s
         self._draw = draw
         self._lease_s = lease_s
         self._reservation_s = reservation_s
@@ -174,6 +196,7 @@ class DirectoryState:
         self._reservations = Reservations()
         self._stream_numbers = itertools.count(1)
         self._num_events = self._num_truncated = 0
+        self._num_placed_tokens = self._num_placed_cached_tokens = 0
         self._placements: Counter[str] = Counter()
         self._stream_events: Counter[str] = Counter()
 
@@ -194,13 +217,18 @@ class DirectoryState:
             model = self._models.setdefault(hello.model, _Model(hello, now_s))
             model.check(hello)
             reserved = self._reservations.load_of(hello.worker_id)
-            record = WorkerRecord(hello, model.index.add_slot(), reserved, model.typical, now_s)
+            record = WorkerRecord(hello, model.add_slot(), reserved, model.typical, now_s)
             self._workers[hello.worker_id] = model.workers[hello.worker_id] = record
+        else:
+            self._models[hello.model].check(hello)
+            record.hello = hello
+            if record.is_in_snapshot:  # which broke off
+                self._empty(record)
+                record.is_in_snapshot = False
         record.stream = next(self._stream_numbers)
         record.heard_s = now_s
         record.asked_s = None
-        record.is_in_snapshot = False
-        record.is_exact = record.last_seq == hello.last_seq
+        record.known_seq = max(record.known_seq, hello.last_seq)
         return record, record.stream, self._ack(record, pb.DirectoryAck.OK)
 
     def update(self, record: WorkerRecord, update: pb.WorkerUpdate, now_s: float) -> pb.DirectoryAck | None:
@@ -213,6 +241,7 @@ class DirectoryState:
                 return self._take_snapshot(record, update.snapshot)
             case "load":
                 self._take_load(record, update.load)
+                record.known_seq = max(record.known_seq, update.load.last_seq)
                 if update.load.last_seq > record.last_seq and not record.is_in_snapshot:
                     return self._complain(record, now_s)
             case "goodbye":
@@ -231,8 +260,11 @@ class DirectoryState:
         if batch.seq <= record.last_seq:
             self._stream_events["duplicate"] += 1
             return None
+        record.known_seq = max(record.known_seq, batch.seq)
         if batch.seq != record.last_seq + 1 or record.is_in_snapshot:
             return self._complain(record, now_s)
+        if sum(event.HasField("cleared") for event in batch.events) > MAX_CLEARED:
+            raise InvalidRequestError("events.events", f"more than {MAX_CLEARED} times everything cleared")
         for event in batch.events:
             match event.WhichOneof("kind"):
                 case "stored":
@@ -244,16 +276,13 @@ class DirectoryState:
                 case _:
                     raise InvalidRequestError("events.events", "an event of no kind")
         record.last_seq = batch.seq
-        if record.asked_s is not None:
+        if record.asked_s is not None and record.is_exact:
             self._stream_events["journal"] += 1
             record.asked_s = None
-        # What it said in its hello it may still have to send.
-        record.is_exact = record.is_exact or batch.seq >= record.hello.last_seq
         return None
 
     def _complain(self, record: WorkerRecord, now_s: float) -> pb.DirectoryAck | None:
         """Of a gap; once, and when it stays open as of a loss."""
-        record.is_exact = False
         if record.asked_s is not None and now_s - record.asked_s < _ASK_AGAIN_S:
             return None
         is_first = record.asked_s is None
@@ -267,7 +296,7 @@ class DirectoryState:
         if snapshot.is_first:
             self._empty(record)
             record.is_in_snapshot = True
-            record.is_exact = False
+            record.last_seq = 0  # until it is whole
         elif not record.is_in_snapshot:
             raise InvalidRequestError("snapshot.is_first", "no snapshot has begun")
         for blocks in snapshot.blocks:
@@ -275,8 +304,8 @@ class DirectoryState:
         if snapshot.is_last:
             self._stream_events["snapshot"] += 1
             record.last_seq = snapshot.seq
+            record.known_seq = max(record.known_seq, snapshot.seq)
             record.is_in_snapshot = False
-            record.is_exact = True
             record.asked_s = None
         return None
 
@@ -301,9 +330,17 @@ class DirectoryState:
         index.store(record.slot, tier, blocks.group, packed)
 
     def _take_load(self, record: WorkerRecord, report: pb.LoadReport) -> None:
+        for field, value in report.rates.ListFields():
+            if not 0 <= value < MAX_RATE:
+                raise InvalidRequestError(f"load.rates.{field.name}", f"must be between 0 and {MAX_RATE:g}, is {value}")
+        for request_id in (*report.admitted, *report.finished):
+            check_id("load.admitted", request_id)
+        if len(record.live) + len(report.admitted) > MAX_LIVE:
+            raise InvalidRequestError("load.admitted", f"more than {MAX_LIVE} requests at once")
         if report.is_complete:
             for request_id in record.live:
-                self._live_at.pop(request_id, None)
+                if self._live_at.get(request_id) == record.worker_id:
+                    del self._live_at[request_id]
             record.live = set()
         for request_id in report.admitted:
             record.live.add(request_id)
@@ -312,21 +349,20 @@ class DirectoryState:
             record.live.discard(request_id)
             if self._live_at.get(request_id) == record.worker_id:
                 del self._live_at[request_id]
-        self._reservations.end(report.admitted, "admitted")
-        self._reservations.end(report.finished, "finished")
+        self._reservations.end_as_told_by(record.worker_id, report.admitted, "admitted")
+        self._reservations.end_as_told_by(record.worker_id, report.finished, "finished")
         record.take_report(report)
 
     def _empty(self, record: WorkerRecord) -> None:
         """It holds nothing any more."""
         model = self._models[record.hello.model]
-        model.predicted.forget(record.slot)
-        model.index.retire_slot(record.slot)
-        record.slot = model.index.add_slot()
+        if any(model.index.num_held(record.slot)):
+            model.retire_slot(record.slot)
+            record.slot = model.add_slot()
 
     def _forget(self, record: WorkerRecord) -> None:
         model = self._models[record.hello.model]
-        model.predicted.forget(record.slot)
-        model.index.retire_slot(record.slot)
+        model.retire_slot(record.slot)
         for request_id in record.live:
             if self._live_at.get(request_id) == record.worker_id:
                 del self._live_at[request_id]
@@ -339,7 +375,11 @@ class DirectoryState:
         return pb.DirectoryAck(status=status, last_seq=record.last_seq, directory_id=self.directory_id)
 
     def tick(self, now_s: float) -> None:
-        """What time brings: leases and reservations end. Call it often."""
+        """What time brings: leases and reservations end. Call it often: if nobody did, it was us who slept."""
+        slept_s = max(0.0, now_s - self._ticked_s - _LONGEST_TICK_S)
+        self._ticked_s = now_s
+        for record in self._workers.values():
+            record.heard_s = min(now_s, record.heard_s + slept_s)
         for record in list(self._workers.values()):
             if now_s - record.heard_s > self._lease_s:
                 self._stream_events["lease_missed"] += 1
@@ -376,13 +416,16 @@ class DirectoryState:
         prompt = Prompt(
             num_tokens=request.num_tokens,
             block_size=model.block_size,
-            num_samples=request.num_samples or 1,
+            num_samples=min(request.num_samples, MAX_SAMPLES) or 1,
             max_output_tokens=request.max_output_tokens or None,
         )
         pinned = self._pinned(request)
         placement = place(prompt, candidates, self._draw, pinned=pinned)
         assert placement is not None
         self._reserve(model, request, prompt, placement, hashes, now_s)
+        if pinned is None:
+            self._num_placed_tokens += request.num_tokens
+            self._num_placed_cached_tokens += placement.num_cached_tokens
         reason = "given" if request.placed_on and pinned == placement.ranked[0] else str(placement.reason)
         self._placements[reason] += 1
         return _response(placement, reason)
@@ -411,7 +454,7 @@ class DirectoryState:
         record.num_placements += 1
         record.num_placed_tokens += prompt.num_tokens
         record.num_placed_cached_tokens += placement.num_cached_tokens
-        lifetime_s = request.reservation_ms / 1e3 if request.reservation_ms else self._reservation_s
+        lifetime_s = min(request.reservation_ms / 1e3, MAX_RESERVATION_S) or self._reservation_s
         self._reservations.reserve(
             Reservation(
                 request.request_id,
@@ -420,6 +463,7 @@ class DirectoryState:
                 prompt.num_samples,
                 placement.num_new_blocks,
                 now_s + lifetime_s,
+                frozenset(request.exclude),
             )
         )
         num_held = placement.num_cached_tokens // model.block_size
@@ -454,8 +498,8 @@ class DirectoryState:
             workers=[self._worker_stats(record, now_s) for record in self._workers.values()],
             num_entries=sum(model.index.num_entries for model in self._models.values()),
             placements=self._placements,
-            placed_tokens=sum(record.num_placed_tokens for record in self._workers.values()),
-            placed_cached_tokens=sum(record.num_placed_cached_tokens for record in self._workers.values()),
+            placed_tokens=self._num_placed_tokens,
+            placed_cached_tokens=self._num_placed_cached_tokens,
             block_events=self._num_events,
             reservations=len(self._reservations),
             reservation_ends=self._reservations.ends,

@@ -58,17 +58,17 @@ def ideal_cached_tokens(
     that many, the last used.
     """
     cache = PrefixCache(max_blocks=max_blocks)
-    by_turn = {(record.session, record.turn): record for record in records if record.error is None}
+    good = {(record.session, record.turn): record for record in records if record.error is None}
+    begins = [(record.sent_s, 1, key) for key, record in good.items() if key in prompts]
+    ends = [(record.end_s, 0, key) for key, record in good.items() if key in prompts]
     cached = {}
-    for record in sorted(records, key=lambda record: record.sent_s):
-        key = record.session, record.turn
-        if (tokens := prompts.get(key)) is None:
-            continue
-        before = by_turn.get((record.session, record.turn - 1))
-        if before is not None and (prompt := prompts.get((before.session, before.turn))) is not None:
-            cache.add(tokens[: len(prompt) + before.num_output_tokens])
-        cached[key] = cache.num_cached(tokens)
-        cache.add(tokens)
+    for _, is_begin, key in sorted(begins + ends):
+        tokens = prompts[key]
+        if is_begin:
+            cached[key] = cache.num_cached(tokens)
+            cache.add(tokens)
+        elif (continued := prompts.get((key[0], key[1] + 1))) is not None:
+            cache.add(continued[: len(tokens) + good[key].num_output_tokens])
     return cached
 
 

@@ -149,7 +149,9 @@ class OpenAITarget:
             if len(answer.piece_s) > most_pieces or num_events > most_pieces + _MORE_EVENTS:
                 raise SendError("garbage", "goes on and on beyond max_tokens")
         if splitter.rest.strip() and not is_done:
-            is_done = take_event(splitter.rest, answer, self._clock())
+            with suppress(NotAnEventError):  # cut in the middle
+                parse_event(splitter.rest)
+                is_done = take_event(splitter.rest, answer, self._clock())
         answer.end_s = self._clock()
         if answer.finish_reason is None:
             raise SendError("cut" if not is_done or answer.piece_s else "garbage", "ended without a finish reason")

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from locust import HttpUser, task
+from requests import RequestException
 
 from pagoda.cluster.loadtest.openai_target import take_event
 from pagoda.cluster.loadtest.target import Answer, SendError
@@ -54,6 +55,9 @@ class ChatUser(HttpUser):
             except SendError as error:
                 response.failure(f"{error.kind}: {error.detail}")
                 return None
+            except RequestException as error:
+                response.failure(f"reset: {error}")
+                return None
             if answer.finish_reason is None:
                 response.failure("cut: ended without a finish reason")
                 return None
@@ -73,4 +77,7 @@ class ChatUser(HttpUser):
         splitter = EventSplitter()
         for data in response.iter_content(None):
             for event in splitter.feed(data):
-                take_event(event, answer, time.monotonic())
+                if take_event(event, answer, time.monotonic()):
+                    return
+        if splitter.rest.strip():
+            take_event(splitter.rest, answer, time.monotonic())

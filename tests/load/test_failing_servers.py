@@ -65,6 +65,8 @@ FAILURES: dict[str, tuple[str, Script]] = {
     "hangs at once": ("timeout", [HANG]),
     "hangs in the middle": ("timeout", [head(), text("a"), HANG]),
     "ends in the middle": ("cut", [head(), text("a")]),
+    "ends in an event": ("cut", [head(), text("a"), b'data: {"choi']),
+    "no stream": ("garbage", [head(content_type="application/json"), b'{"choices": [{"text": "a"}]}\n\n']),
     "ends without an event": ("cut", [head()]),
     "only done": ("garbage", [head(), DONE]),
     "done without a reason": ("cut", [head(), text("a"), DONE]),

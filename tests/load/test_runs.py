@@ -295,6 +295,23 @@ def test_runs_lie_apart(tmp_path: Path) -> None:
     assert compare.requests_path(tmp_path / "run-0.5.json") == tmp_path / "run-0.5.requests.jsonl"
 
 
+def test_a_cache_with_a_limit_forgets_what_was_used_longest_ago() -> None:
+    """Also what a conversation goes on from."""
+    tokens = {
+        (session, turn): list(range(100 * session, 100 * session + 32 + 16 * turn))
+        for session in range(3)
+        for turn in range(2)
+    }
+    asked = [(0, 0, 0.0), (1, 0, 2.0), (2, 0, 4.0), (0, 1, 6.0)]
+    records = [
+        record(session=session, turn=turn, sent_s=at_s, end_s=at_s + 1.0, num_output_tokens=8)
+        for session, turn, at_s in asked
+    ]
+    assert ideal_cached_tokens(records, tokens)[0, 1] == 32
+    assert ideal_cached_tokens(records, tokens, max_blocks=6)[0, 1] == 32
+    assert ideal_cached_tokens(records, tokens, max_blocks=4)[0, 1] == 0
+
+
 def test_a_trace_is_not_overwritten(tmp_path: Path) -> None:
     trace = tmp_path / "t.requests.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [0]}\n')

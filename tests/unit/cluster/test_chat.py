@@ -173,6 +173,22 @@ def test_bad_options(server: FakeOpenAI, options: tuple[str, ...], said: str) ->
     assert not server.requests
 
 
+def test_thoughts_are_time_too(server: FakeOpenAI) -> None:
+    """Their tokens are in the server's count."""
+    clock = iter([0.0, 2.0, 6.0, 10.0])
+    thought = {"choices": [{"index": 0, "delta": {"reasoning": "hm"}, "finish_reason": None}]}
+    server.answers = [[thought, piece("a"), piece("b", "stop"), usage(prompt=9, output=5, cached=0), DONE]]
+    client, answer = ChatClient(server.url, clock=lambda: next(clock)), Answer()
+    assert list(client.ask("tiny", [], {}, answer)) == ["a", "b"]
+    client.close()
+    assert (answer.ttft_s, answer.decode_s, answer.tokens_per_s) == (6.0, 8.0, 0.5)
+
+
+def test_what_a_server_says_does_not_steer_the_terminal(server: FakeOpenAI) -> None:
+    server.answers = [(400, '{"error": {"message": "\\u001b]0;x\\u0007\\u009b"}}')]
+    assert "answers 400: \u241b]0;x\u2407\ufffd" in chat(server, "a\n").stderr
+
+
 def test_half_a_surrogate_pair(server: FakeOpenAI) -> None:
     server.answers = [[piece("a\ud800b", "stop"), DONE], answer("c")]
     result = chat(server, "x\ny\n")

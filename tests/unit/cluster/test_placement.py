@@ -47,7 +47,7 @@ def test_each_term() -> None:
         num_uncached_tokens=200, num_sequences=8, num_free_blocks=20, num_empty_blocks=5,
     )  # fmt: skip
     cost = cost_of(PROMPT, busy)
-    assert cost.queue_s == pytest.approx(200 * 1e-3 + 1e-7 * 200 * 100 + 1 * 50 * 1e-3)
+    assert cost.queue_s == pytest.approx(200 * 1e-3 + 1e-7 * 200 * 100 / 8 + 1 * 50 * 1e-3)
     assert cost.restore_s == pytest.approx(10 * BLOCK * 1e-4)
     assert cost.prefill_s == pytest.approx(520 * 1e-3 + 1e-7 * 520 * (480 + 260))
     assert cost.block_wait_s == pytest.approx((62 - 30 + 1 - 20) / 100)

@@ -66,6 +66,14 @@ async def test_what_takes_no_hits_is_placed_by_load() -> None:
     assert list(client.queries[0].hashes) == []
 
 
+async def test_workers_that_leave_are_not_asked_for() -> None:
+    """Their load would be reserved where the request cannot go."""
+    client = Client(ranked=("b", "a"))
+    placer = Placer(client, "m", lambda: DOMAIN, is_routable=lambda name: name != "b")  # type: ignore[arg-type]
+    await placer.rank(request(), exclude={"c"})
+    assert client.excluded == [{"c"}, {"c", "b"}]
+
+
 async def test_without_an_answer() -> None:
     """Nor before a worker is known."""
     client, reasons = Client(ranked=None), []

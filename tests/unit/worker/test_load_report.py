@@ -57,6 +57,20 @@ def test_load_contains_what_was_admitted(client: Client) -> None:
     assert report.load.num_uncached_tokens > 0
 
 
+def test_who_cannot_take_reports_ends_no_request(client: Client) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    assert client.engine._reporter is not None
+    client.engine._reporter._on_report = fail
+    client.add("a", 10, max_tokens=3)
+    assert client.reason("a") is not None
+    client.add("b", 10, max_tokens=3)
+    assert len(client.tokens("b")) <= 3
+    assert client.reason("b") is not None
+    assert client.engine.failure is None
+
+
 def test_blocks_are_announced_after_their_step(client: Client) -> None:
     client.executor.gate.clear()
     client.add("a", 3 * BLOCK_SIZE, max_tokens=1)

@@ -29,10 +29,11 @@ def test_after_a_long_silence_nothing_is_believed() -> None:
     assert believed(predicted, 4.0) == {}
 
 
-def test_worker_that_is_gone() -> None:
+def test_slots_are_not_reused_while_guesses_of_them_live() -> None:
     predicted = PredictedBlocks(2.0, now_s=0.0)
-    predicted.add(0, [b"x"])
-    predicted.add(1, [b"x", b"y"])
-    predicted.forget(1)
-    assert believed(predicted, 0.0) == {"x": 1}
-    assert len(predicted) == 1
+    predicted.add(1, [b"x"])
+    predicted.retire(1)
+    for now_s, retired in ((1.9, {1}), (2.0, {1}), (3.9, {1}), (4.0, set())):
+        assert (1 in predicted.retired_slots, bool(believed(predicted, now_s))) == (True, now_s < 4.0)
+        believed(predicted, now_s)
+        assert predicted.retired_slots == retired

@@ -16,6 +16,7 @@ from pagoda.proto import directory_pb2 as pb
 from pagoda.worker.errors import InvalidRequestError
 
 BLOCK_SIZE = 16
+CLEARED = pb.BlockEvent(cleared=pb.AllBlocksCleared())
 OK, OUT_OF_RANGE, DATA_LOSS = pb.DirectoryAck.OK, pb.DirectoryAck.OUT_OF_RANGE, pb.DirectoryAck.DATA_LOSS
 
 
@@ -138,6 +139,45 @@ def test_a_lost_batch_is_noticed_even_if_none_follows(cluster: Cluster) -> None:
     assert cluster.send("a", load=pb.LoadReport(last_seq=2)) is None
 
 
+def test_a_stream_that_breaks_in_a_snapshot(cluster: Cluster) -> None:
+    """Half a snapshot is none: what is missing of it comes again, from the first batch or as another one."""
+    cluster.events("a", 1, stored(1, 2))
+    cluster.send("a", snapshot=pb.Snapshot(epoch=1, seq=1, blocks=[pb.Blocks(hashes=key(1))], is_first=True))
+    assert cluster.hello("a", last_seq=1).last_seq == 0
+    assert not cluster.worker("a").is_exact
+    assert cluster.held(1)["a"] == 0
+    cluster.events("a", 1, stored(1, 2))
+    assert (cluster.held(1, 2)["a"], cluster.worker("a").is_exact) == (2, True)
+
+
+def test_exact_means_all_that_is_known_to_exist(cluster: Cluster) -> None:
+    """Not the first of the missing batches, nor what an earlier stream said of itself."""
+    for _ in range(2):
+        cluster.hello("a", last_seq=cluster.worker("a").last_seq)
+        last = cluster.worker("a").last_seq
+        assert cluster.events("a", last + 3, stored(3)) == OUT_OF_RANGE
+        for seq in (last + 1, last + 2):
+            cluster.events("a", seq, stored(seq))
+            assert not cluster.worker("a").is_exact
+        cluster.events("a", last + 3, stored(3))
+        assert cluster.worker("a").is_exact
+    with pytest.raises(MismatchError, match="block_size"):
+        cluster.hello("a", block_size=32)
+
+
+def test_a_directory_that_slept_blames_nobody(cluster: Cluster) -> None:
+    """Scenario: it was stopped for a minute, and what workers said meanwhile is still to be read."""
+    cluster.state.tick(cluster.now_s)
+    cluster.now_s += 60.0
+    cluster.state.tick(cluster.now_s)
+    assert set(cluster.held(1)) == {"a", "b"}
+    for _ in range(8):
+        cluster.now_s += 0.5
+        cluster.state.tick(cluster.now_s)
+    with pytest.raises(UnknownModelError):
+        cluster.held(1)
+
+
 def test_snapshot_carries_the_true_last_number(cluster: Cluster) -> None:
     """Scenario: dynamo #7072. What it contains is not counted again, and what follows it is no gap."""
     cluster.events("a", 1, stored(1, 2))
@@ -180,11 +220,12 @@ def test_a_stream_that_broke_goes_on_where_it_was(cluster: Cluster) -> None:
 def test_lease(cluster: Cluster) -> None:
     cluster.events("a", 1, stored(1))
     cluster.place("r", 1)
-    cluster.now_s += 2.9
-    cluster.load("b")
-    cluster.state.tick(cluster.now_s)
-    assert set(cluster.held(1)) == {"a", "b"}
-    cluster.now_s += 0.2
+    for _ in range(6):
+        assert set(cluster.held(1)) == {"a", "b"}
+        cluster.now_s += 0.5
+        cluster.load("b")
+        cluster.state.tick(cluster.now_s)
+    cluster.now_s += 0.1
     cluster.state.tick(cluster.now_s)
     assert cluster.held(1) == {"b": 0}
     assert cluster.place("r", 1).ranked == ["b"]
@@ -202,7 +243,7 @@ def test_goodbye_and_sweep(cluster: Cluster) -> None:
 
 def test_everything_cleared(cluster: Cluster) -> None:
     cluster.events("a", 1, stored(1, 2))
-    cluster.events("a", 2, pb.BlockEvent(cleared=pb.AllBlocksCleared()), stored(2))
+    cluster.events("a", 2, CLEARED, CLEARED, stored(2))
     assert (cluster.held(1)["a"], cluster.held(2)["a"]) == (0, 1)
 
 
@@ -244,6 +285,13 @@ def test_bad_hello(changes: dict[str, Any], field: str) -> None:
         ({"hello": pb.Hello()}, "update"),
         ({"events": pb.EventBatch(epoch=1, seq=1, events=[pb.BlockEvent()])}, "events.events"),
         ({"snapshot": pb.Snapshot(epoch=1, seq=1)}, "snapshot.is_first"),
+        ({"load": pb.LoadReport(admitted=["x" * 257])}, "load.admitted"),
+        ({"load": pb.LoadReport(admitted=["r"] * 100_001)}, "load.admitted"),
+        *(
+            ({"load": pb.LoadReport(rates=pb.Rates(step_s_per_sequence=rate))}, "load.rates.step_s_per_sequence")
+            for rate in (float("nan"), float("inf"), -1.0)
+        ),
+        ({"events": pb.EventBatch(epoch=1, seq=1, events=[CLEARED] * 65)}, "events.events"),
         ({"snapshot": pb.Snapshot(epoch=2, seq=1, is_first=True)}, "snapshot.epoch"),
         *(
             ({"events": pb.EventBatch(epoch=1, seq=1, events=[pb.BlockEvent(stored=blocks)])}, field)
@@ -298,6 +346,19 @@ def test_reserved_until_the_worker_says_so_itself(cluster: Cluster) -> None:
     assert (worker.reserved_tokens, worker.num_uncached_tokens) == (0, 33)
     cluster.load(where, finished=["r"])
     assert cluster.state.stats(cluster.now_s).reservation_ends == {"admitted": 1}
+
+
+def test_what_a_worker_says_of_a_request_that_it_has_lost_is_old(cluster: Cluster) -> None:
+    """Its report comes when the request has long been placed elsewhere."""
+    where = cluster.place("r", 1).ranked[0]
+    (other,) = cluster.place("r", 1, exclude=[where]).ranked
+    cluster.load(where, admitted=["r"])
+    cluster.load(where, finished=["r"])
+    assert cluster.worker(other).reserved_sequences == 1
+    cluster.load(other, admitted=["r"])
+    cluster.load(where, is_complete=True)
+    assert cluster.state._live_at == {"r": other}
+    assert cluster.worker(other).reserved_sequences == 0
 
 
 def test_load_is_counted_where_it_went(cluster: Cluster) -> None:
@@ -355,6 +416,25 @@ def test_released_and_expired(cluster: Cluster) -> None:
     cluster.now_s += 0.6
     cluster.state.tick(cluster.now_s)
     assert cluster.state.stats(cluster.now_s).reservation_ends == {"released": 1, "expired": 1}
+
+
+def test_one_long_reservation_keeps_no_other_alive(cluster: Cluster) -> None:
+    cluster.place("long", 1, reservation_ms=2**32 - 1, num_samples=2**32 - 1)
+    cluster.place("short", 2, reservation_ms=500)
+    for seconds, left in ((0.6, 1), (599.0, 1), (1.0, 0)):
+        cluster.now_s += seconds
+        for worker_id in ("a", "b"):
+            cluster.load(worker_id)
+        cluster.state.tick(cluster.now_s)
+        assert cluster.state.stats(cluster.now_s).reservations == left
+
+
+def test_totals_do_not_shrink(cluster: Cluster) -> None:
+    """When a worker goes; and a request that is placed once more is one request."""
+    where = cluster.place("r", 1, 2).ranked[0]
+    cluster.place("r", 1, 2)
+    cluster.send(where, goodbye=pb.Goodbye())
+    assert cluster.state.stats(cluster.now_s).placed_tokens == 33
 
 
 def test_a_report_of_all_that_is_live_replaces_what_was_known(cluster: Cluster) -> None:

@@ -228,10 +228,7 @@ class DirectoryPublisher:
                     await call.write(pb.WorkerUpdate(goodbye=pb.Goodbye()))
                     await call.done_writing()
                     break
-                try:
-                    await asyncio.wait_for(stream.changed.wait(), REPORT_PERIOD_S)
-                except TimeoutError:
-                    stream.has_report = True
+                await stream.changed.wait()
                 stream.changed.clear()
         finally:
             if reading is not None:

@@ -214,7 +214,8 @@ class DirectoryState:
         if record is None:
             if len(self._workers) >= MAX_NUM_WORKERS:
                 raise InvalidRequestError("hello", f"there are {MAX_NUM_WORKERS} workers already")
-            model = self._models.setdefault(hello.model, _Model(hello, now_s))
+            if (model := self._models.get(hello.model)) is None:
+                model = self._models[hello.model] = _Model(hello, now_s)
             model.check(hello)
             reserved = self._reservations.load_of(hello.worker_id)
             record = WorkerRecord(hello, model.add_slot(), reserved, model.typical, now_s)

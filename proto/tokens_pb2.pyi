@@ -45,10 +45,18 @@ class Abort(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., is_complete: _Optional[bool] = ...) -> None: ...
 
 class TokenBatch(_message.Message):
-    __slots__ = ("outputs",)
+    __slots__ = ("outputs", "request_ids", "indexes", "token_ids", "num_cached_tokens")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[SampleOutput]
-    def __init__(self, outputs: _Optional[_Iterable[_Union[SampleOutput, _Mapping]]] = ...) -> None: ...
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    indexes: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_cached_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, outputs: _Optional[_Iterable[_Union[SampleOutput, _Mapping]]] = ..., request_ids: _Optional[_Iterable[str]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_cached_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SampleOutput(_message.Message):
     __slots__ = ("request_id", "index", "token_ids", "finish_reason", "stop_token_id", "error", "num_cached_tokens", "logprobs", "prompt_logprobs")

@@ -17,8 +17,9 @@ from pagoda.worker.scheduler import Scheduler
 from pagoda.worker.types import RequestId
 
 _RATES_PERIOD_S = 0.5
-_REPORT_PERIOD_S = 0.05
-"""Reports that bring no events and no requests come at most so often."""
+_REPORT_PERIOD_S = 0.2
+"""So often it is told what decoding changes: a few blocks more, a little more load. A report costs as much CPU time as
+several tokens do, and who needs such a block comes after the request that has made it has ended."""
 _AVERAGED_S = 5.0
 _WEIGHT = 0.3
 """Of what the last period has shown, in a rate."""
@@ -99,11 +100,11 @@ class LoadReporter:
     def report(self, scheduler: Scheduler) -> None:
         """A step is over, or there was none to do."""
         now_s = self._clock()
-        events = self._log.take()
         is_idle = not scheduler.has_work()  # what is said last must be right
-        if not (events or self._admitted or self._finished or is_idle) and now_s - self._reported_s < _REPORT_PERIOD_S:
+        if not (self._admitted or self._finished or is_idle) and now_s - self._reported_s < _REPORT_PERIOD_S:
             return
         self._reported_s = now_s
+        events = self._log.take()
         if now_s - self._last.at_s >= _RATES_PERIOD_S:
             self._measure(scheduler, now_s)
         admitted, self._admitted = self._admitted, []

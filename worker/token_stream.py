@@ -39,39 +39,65 @@ def _num_numbers(output: SequenceOutput) -> int:
 
 
 def encode(outputs: Iterable[SequenceOutput]) -> tokens_pb2.TokenBatch:
+    singles: list[SequenceOutput] = []
+    others: list[SequenceOutput] = []
+    for output in outputs:
+        (singles if _is_single(output) else others).append(output)
     return tokens_pb2.TokenBatch(
-        outputs=[
-            tokens_pb2.SampleOutput(
-                request_id=output.request_id,
-                index=output.index,
-                token_ids=output.token_ids,
-                finish_reason=_TO_WIRE[output.finish_reason],
-                stop_token_id=output.stop_reason,
-                error=output.error or "",
-                num_cached_tokens=output.num_cached_tokens,
-                logprobs=_encode_logprobs(output.logprobs),
-                prompt_logprobs=_encode_logprobs(output.prompt_logprobs),
-            )
-            for output in outputs
-        ]
+        outputs=map(_encode_output, others),
+        request_ids=[output.request_id for output in singles],
+        indexes=[output.index for output in singles],
+        token_ids=[output.token_ids[0] for output in singles],
+        num_cached_tokens=[output.num_cached_tokens for output in singles],
     )
 
 
 def decode(batch: tokens_pb2.TokenBatch) -> list[SequenceOutput]:
-    return [
-        SequenceOutput(
-            request_id=RequestId(output.request_id),
-            index=output.index,
-            token_ids=tuple(output.token_ids),
-            finish_reason=_FROM_WIRE[output.finish_reason],
-            stop_reason=output.stop_token_id if output.HasField("stop_token_id") else None,
-            error=output.error or None,
-            num_cached_tokens=output.num_cached_tokens,
-            logprobs=_decode_logprobs(output.logprobs) if output.logprobs else (),
-            prompt_logprobs=_decode_logprobs(output.prompt_logprobs) if output.prompt_logprobs else (),
-        )
-        for output in batch.outputs
+    """Raises `ValueError` for lists of different lengths."""
+    columns = zip(batch.request_ids, batch.indexes, batch.token_ids, batch.num_cached_tokens, strict=True)
+    singles = [
+        SequenceOutput(RequestId(request_id), index, (token_id,), num_cached_tokens=num_cached_tokens)
+        for request_id, index, token_id, num_cached_tokens in columns
     ]
+    return singles + list(map(_decode_output, batch.outputs))
+
+
+def _is_single(output: SequenceOutput) -> bool:
+    """Whether it is one token and nothing else."""
+    return (
+        len(output.token_ids) == 1
+        and output.finish_reason is None
+        and not output.logprobs
+        and not output.prompt_logprobs
+    )
+
+
+def _encode_output(output: SequenceOutput) -> tokens_pb2.SampleOutput:
+    return tokens_pb2.SampleOutput(
+        request_id=output.request_id,
+        index=output.index,
+        token_ids=output.token_ids,
+        finish_reason=_TO_WIRE[output.finish_reason],
+        stop_token_id=output.stop_reason,
+        error=output.error or "",
+        num_cached_tokens=output.num_cached_tokens,
+        logprobs=_encode_logprobs(output.logprobs),
+        prompt_logprobs=_encode_logprobs(output.prompt_logprobs),
+    )
+
+
+def _decode_output(output: tokens_pb2.SampleOutput) -> SequenceOutput:
+    return SequenceOutput(
+        request_id=RequestId(output.request_id),
+        index=output.index,
+        token_ids=tuple(output.token_ids),
+        finish_reason=_FROM_WIRE[output.finish_reason],
+        stop_reason=output.stop_token_id if output.HasField("stop_token_id") else None,
+        error=output.error or None,
+        num_cached_tokens=output.num_cached_tokens,
+        logprobs=_decode_logprobs(output.logprobs) if output.logprobs else (),
+        prompt_logprobs=_decode_logprobs(output.prompt_logprobs) if output.prompt_logprobs else (),
+    )
 
 
 def _encode_logprobs(entries: Sequence[TokenLogprobs]) -> list[tokens_pb2.LogprobEntry] | None:

@@ -1,5 +1,6 @@
 """Text to tokens and back, with the model's own tokenizer and chat template."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from jinja2 import TemplateError
 
 from pagoda.worker.chat_options import ChatOptions
 from pagoda.worker.errors import InvalidRequestError, ModelError
+from pagoda.worker.text_decoder import ByteDecoder, TextDecoder, WindowDecoder
 from pagoda.worker.text_encoder import text_encoder_for, tokens_around
 from pagoda.worker.token_cache import TokenCache
 from pagoda.worker.vocabulary import Vocabulary
@@ -123,3 +125,10 @@ class Tokenizer:
                 list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         return text
+
+    def text_decoder(self, *, skip_special_tokens: bool = True) -> TextDecoder:
+        """For the text of one sequence that comes token by token."""
+        vocabulary = self.vocabulary
+        if vocabulary.joins_bytes:
+            return ByteDecoder(vocabulary.visible_bytes_of if skip_special_tokens else vocabulary.bytes_of)
+        return WindowDecoder(functools.partial(self.decode, skip_special_tokens=skip_special_tokens))

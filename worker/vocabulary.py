@@ -18,8 +18,13 @@ class Vocabulary:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._added = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
-        self._special = frozenset(tokenizer.all_special_ids)
-        self._is_byte_level = _uses_byte_level(tokenizer)
+        # Not all that text leaves out has a role, and so a name, as Llama 3's header tokens have not.
+        unnamed = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._special = frozenset(tokenizer.all_special_ids).union(unnamed)
+        decoders = _decoders(tokenizer)
+        self._spells_bytes = "ByteLevel" in decoders
+        self.joins_bytes = set(decoders) - {"Fuse"} == {"ByteLevel"}
+        """Whether a text's bytes are those of its tokens joined, whatever stands before."""
         self._bytes: dict[int, bytes] = {}
 
     def is_special(self, token_id: int) -> bool:
@@ -32,6 +37,10 @@ class Vocabulary:
             known = self._bytes[token_id] = self._look_up(token_id)
         return known
 
+    def visible_bytes_of(self, token_id: int) -> bytes:
+        """The same, and nothing for special tokens."""
+        return b"" if token_id in self._special else self.bytes_of(token_id)
+
     def text_of(self, token_id: int) -> str:
         """The token's text, U+FFFD where it is a part of a character."""
         return self.bytes_of(token_id).decode("utf-8", "replace")
@@ -42,16 +51,21 @@ class Vocabulary:
         piece = self._tokenizer.convert_ids_to_tokens(token_id)
         if piece is None:
             return b""
-        if self._is_byte_level:
-            return b"".join(bytes([_BYTE_OF[c]]) if c in _BYTE_OF else c.encode() for c in piece)
+        if self._spells_bytes:
+            is_spelled = all(character in _BYTE_OF for character in piece)
+            return bytes(map(_BYTE_OF.__getitem__, piece)) if is_spelled else str(piece).encode()
         if (byte := _BYTE_TOKEN.fullmatch(piece)) is not None:
             return bytes([int(byte[1], 16)])
         return str(piece).replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
 
-def _uses_byte_level(tokenizer: Any) -> bool:
+def _decoders(tokenizer: Any) -> list[str]:
+    """The types of the steps that make text of a list of tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend is not None and '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"])
+    decoder = None if backend is None else json.loads(backend.to_str())["decoder"]
+    if decoder is None:
+        return []
+    return [str(step["type"]) for step in decoder.get("decoders", [decoder])]
 
 
 def _byte_alphabet() -> dict[str, int]:

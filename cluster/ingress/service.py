@@ -4,7 +4,6 @@ prompt or messages -> tokens -> a worker's stream of outputs -> text, piece by p
 """
 
 import asyncio
-import functools
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -199,12 +198,9 @@ class InferenceService:
 
     async def _text_outputs(self, request: Request) -> AsyncGenerator[list[TextOutput], None]:
         sampling = request.sampling
-        decode = self._tokenizer.decode
-        if not sampling.skip_special_tokens:
-            decode = functools.partial(decode, skip_special_tokens=False)
         detokenizers = {
             index: Detokenizer(
-                decode,
+                self._tokenizer.text_decoder(skip_special_tokens=sampling.skip_special_tokens),
                 stop=sampling.stop,
                 min_tokens=sampling.min_tokens,
                 include_stop=sampling.include_stop_str_in_output,

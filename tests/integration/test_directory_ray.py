@@ -77,17 +77,14 @@ def test_requests_go_to_their_prefix(http: httpx.Client) -> None:
 
 def test_lookup_says_who_holds_it(http: httpx.Client) -> None:
     num_tokens, _ = ask(http, prompt(20))
-    answer = {}
+    held = [0, 0, num_tokens // BLOCK_SIZE * BLOCK_SIZE]
 
-    def is_known() -> bool:
-        nonlocal answer
+    def all_is_known() -> bool:
         answer = http.post("/directory/lookup", json={"prompt": prompt(20)}).json()
-        return any(worker["num_tokens"] for worker in answer["workers"])
+        assert answer["num_tokens"] == num_tokens
+        return sorted(worker["num_tokens"] for worker in answer["workers"]) == held
 
-    wait_until(is_known, "the directory has heard of it")
-    held = sorted(worker["num_tokens"] for worker in answer["workers"])
-    assert answer["num_tokens"] == num_tokens
-    assert held == [0, 0, num_tokens // BLOCK_SIZE * BLOCK_SIZE]
+    wait_until(all_is_known, "the directory has heard of it")
 
 
 def test_a_burst_with_one_prefix_computes_it_once_per_worker(http: httpx.Client) -> None:

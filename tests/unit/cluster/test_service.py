@@ -1,6 +1,7 @@
 """Tokens of a worker's stream become text; whatever ends, ends what is below it."""
 
 import asyncio
+import functools
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from pagoda.cluster.ingress.service import (
 from pagoda.worker.chat_options import ChatOptions
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError
+from pagoda.worker.text_decoder import TextDecoder, WindowDecoder
 from pagoda.worker.types import FinishReason, Request, RequestId, SamplingParams, SequenceOutput, TokenLogprobs
 
 LIMITS = EngineLimits(max_model_len=100, vocab_size=128, max_num_seqs=4, max_num_waiting=4)
@@ -49,6 +51,9 @@ class AsciiTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(chr(token) for token in token_ids if not (skip_special_tokens and token == ord(START)))
+
+    def text_decoder(self, *, skip_special_tokens: bool = True) -> TextDecoder:
+        return WindowDecoder(functools.partial(self.decode, skip_special_tokens=skip_special_tokens))
 
 
 class FakeWorkerClient:

@@ -16,6 +16,7 @@ UNLIKELY = TokenLogprobs(8, float("-inf"), 49152, ())
     [
         SequenceOutput(A, 0, ()),
         SequenceOutput(A, 127, (1, 0, 2**31), num_cached_tokens=16),
+        SequenceOutput(A, 127, (2**31,), num_cached_tokens=16),
         *(SequenceOutput(A, 1, (1,), reason) for reason in FinishReason),
         SequenceOutput(A, 1, (0,), FinishReason.STOP, stop_reason=0),
         SequenceOutput(A, 1, (), FinishReason.ERROR, error="no memory"),
@@ -28,6 +29,14 @@ def test_output_comes_back_from_the_wire(output: SequenceOutput) -> None:
     assert decode(encode([output])) == [output]
     other = SequenceOutput(B, 0, (9,))
     assert decode(encode([other, output])) == [other, output]
+
+
+def test_columns_of_different_lengths() -> None:
+    """Rather no tokens than those of others."""
+    batch = encode([SequenceOutput(A, 0, (9,)), SequenceOutput(B, 0, (9,))])
+    del batch.token_ids[0]
+    with pytest.raises(ValueError, match="shorter"):
+        decode(batch)
 
 
 def test_merged_outputs() -> None:

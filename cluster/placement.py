@@ -10,7 +10,8 @@ Everything is in seconds, and everything is measured by the workers, so nothing 
     block_wait_s      until blocks are free that it lacks
     decode_penalty_s  how much longer the answer takes beside those that run there
     eviction_s        computing again later what its new blocks push out of the cache there
-    crowding_s        how much later others come to their turn: work that is done twice is missing where there is much
+    crowding_s        how much later others come to their turn: where all have much to do, work that is done twice is
+                      missing somewhere
 
 The cheapest worker wins. Costs that differ by less than `TIE_RATIO` are as good as equal, since they are estimates:
 then who holds more of the prompt goes first, then who has fewer blocks in use, then chance.
@@ -25,9 +26,10 @@ TIE_RATIO = 0.02
 _TIE_S = 1e-4
 DEFAULT_OUTPUT_TOKENS = 128
 """For answers whose length nobody has measured yet."""
-MAX_BUSY_RATIO = 0.5
-"""Work on a server that is busy for a part r of the time delays what comes later by r / (1 - r) of itself. Here at most
-by itself, or one holder would get everything when all are busy."""
+MAX_BUSY_RATIO = 0.8
+"""Work where a part r of the time is spent already delays what comes later by r / (1 - r) of itself. Taken for all
+workers together: where one is busy and others are not, its queue says so. Here at most by four times itself, or one
+holder would get everything when all are busy."""
 MAX_RANKED = 8
 """Workers that a placement names; whoever is refused by all of them may go anywhere."""
 
@@ -156,7 +158,7 @@ class Placement:
 
 
 def cost_of(prompt: Prompt, candidate: Candidate) -> Cost:
-    """What placing `prompt` there costs."""
+    """What placing `prompt` there costs, if there is nobody else."""
     return Cost(*_costs(prompt, [candidate])[0])
 
 
@@ -201,6 +203,8 @@ def _costs(prompt: Prompt, candidates: Sequence[Candidate]) -> list[_Terms]:
     num_tokens, block_size, num_samples = prompt.num_tokens, prompt.block_size, prompt.num_samples
     most_output = prompt.max_output_tokens
     num_full_blocks = num_tokens // block_size
+    busy = min(sum(candidate.rates.busy_ratio for candidate in candidates) / len(candidates), MAX_BUSY_RATIO)
+    delay_of_others = busy / (1 - busy)
     costs = []
     for candidate in candidates:
         load, rates, num_cached_blocks = candidate.load, candidate.rates, candidate.num_cached_blocks
@@ -230,7 +234,6 @@ def _costs(prompt: Prompt, candidates: Sequence[Candidate]) -> list[_Terms]:
                 num_evicted = min(num_new_blocks, load.num_blocks) - load.num_empty_blocks
                 eviction_s = rates.evicted_hit_ratio * rates.prefill_s(max(0, num_evicted) * block_size, 0)
         prefill_s = per_token_s * num_rest + per_pair_s * num_rest * (num_cached + num_rest / 2)
-        busy = min(rates.busy_ratio, MAX_BUSY_RATIO)
         costs.append(
             (
                 queue_s,
@@ -239,7 +242,7 @@ def _costs(prompt: Prompt, candidates: Sequence[Candidate]) -> list[_Terms]:
                 block_wait_s,
                 num_ahead * longer_s,
                 eviction_s,
-                prefill_s * busy / (1 - busy),
+                prefill_s * delay_of_others,
             )
         )
     return costs

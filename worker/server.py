@@ -12,7 +12,6 @@ Besides, any ingress may ask what the worker has measured.
 """
 
 import asyncio
-import hmac
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -22,6 +21,7 @@ import grpc
 
 from pagoda.proto import metrics_pb2, metrics_pb2_grpc, tokens_pb2, tokens_pb2_grpc
 from pagoda.worker.async_engine import AsyncEngine
+from pagoda.worker.cluster_token import ClusterToken
 from pagoda.worker.errors import EngineStoppedError
 from pagoda.worker.pending_outputs import PendingOutputs
 from pagoda.worker.token_stream import encode_in_batches
@@ -57,7 +57,7 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
     def __init__(self, engine: AsyncEngine, *, token: str) -> None:
         """`token` is what callers must show."""
         self._engine = engine
-        self._authorization = f"Bearer {token}".encode()
+        self._token = ClusterToken(token)
         self._sessions: defaultdict[str, asyncio.Future[_Session]] = defaultdict(
             asyncio.get_running_loop().create_future
         )
@@ -97,7 +97,7 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
         self, request_iterator: AsyncIterator[tokens_pb2.SessionCommand], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[tokens_pb2.TokenBatch]:
         """One ingress's session; see the proto."""
-        await self._authorize(context)
+        await self._token.check(context)
         first = await anext(request_iterator, tokens_pb2.SessionCommand())
         ingress_id = first.hello.ingress_id
         if not ingress_id or (ingress_id in self._sessions and self._sessions[ingress_id].done()):
@@ -122,14 +122,8 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> metrics_pb2.Exposition:
         """What the worker has measured; see the proto."""
-        await self._authorize(context)
+        await self._token.check(context)
         return metrics_pb2.Exposition(text=self._engine.metrics_exposition())
-
-    async def _authorize(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """End the call unless it shows the token."""
-        shown = dict(context.invocation_metadata() or ()).get("authorization", "")
-        if not hmac.compare_digest(str(shown).encode(), self._authorization):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: wrong or missing token")
 
     async def _read_commands(self, commands: AsyncIterator[tokens_pb2.SessionCommand], session: _Session) -> None:
         try:

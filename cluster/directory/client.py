@@ -8,7 +8,6 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -20,6 +19,7 @@ from pagoda.cluster.directory.publisher import CHANNEL_OPTIONS, Resolve
 from pagoda.proto import directory_pb2 as pb
 from pagoda.proto import directory_pb2_grpc
 from pagoda.worker.block_hash import BlockHash
+from pagoda.worker.cluster_token import ClusterToken
 
 logger = logging.getLogger(__name__)
 
@@ -132,15 +132,13 @@ class DirectoryClient:
     ) -> None:
         """`deadline_s` is for one `place`, over all directories that it asks."""
         self._directories = [_Directory(number, resolve) for number, resolve in enumerate(directories)]
-        self._metadata = [("authorization", f"Bearer {token}")] if token is not None else []
+        self._metadata = ClusterToken(token).metadata
         self._asking = {"timeout": _ASK_DEADLINE_S, "metadata": self._metadata}
         self._deadline_s = deadline_s
         self._draw = draw
         self._open: dict[str, tuple[PlacementQuery, str, int]] = {}
         """Requests that no worker has begun: query, worker, and the directory that knows of it."""
         self._background: set[asyncio.Task[None]] = set()
-        self.outcomes: Counter[str] = Counter()
-        """Of `place`, by reason, and `none` where nobody answered."""
 
     def start(self) -> None:
         """Begin to dial, so that the first request finds somebody to ask."""
@@ -177,12 +175,10 @@ class DirectoryClient:
                     raise
                 continue
             directory.has_answered()
-            self.outcomes[response.reason] += 1
             self._open[query.request_id] = (query, response.ranked[0], directory.number)
             if before is not None and before[2] != directory.number:
                 self._spawn(self._release(self._directories[before[2]], query.request_id))
             return response
-        self.outcomes["none"] += 1
         if before is not None:
             self._spawn(self._release(self._directories[before[2]], query.request_id))
         return None
@@ -227,7 +223,6 @@ class DirectoryClient:
     def _note_failure(self, directory: _Directory, query: PlacementQuery, error: grpc.aio.AioRpcError) -> None:
         code = error.code()
         logger.debug("directory %d: %s: %s", directory.number, code.name, error.details())
-        self.outcomes[f"error_{code.name.lower()}"] += 1
         if code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT):
             return  # it works; it only knows no worker yet, or not such requests
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:  # it may have reserved

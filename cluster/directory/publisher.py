@@ -21,6 +21,7 @@ import grpc
 from pagoda.proto import directory_pb2 as pb
 from pagoda.proto import directory_pb2_grpc
 from pagoda.worker.block_hash import BlockHash
+from pagoda.worker.cluster_token import ClusterToken
 from pagoda.worker.kv_events import AllBlocksCleared, BlockStored, KVEvent
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ class DirectoryPublisher:
     ) -> None:
         """`hello` describes the worker; `token` is what directories want to see."""
         self._hello = hello
-        self._metadata = [("authorization", f"Bearer {token}")] if token is not None else []
+        self._metadata = ClusterToken(token).metadata
         self._journal = Journal() if journal is None else journal
         self._draw = draw
         self._report = pb.LoadReport(num_free_blocks=hello.num_blocks, num_empty_blocks=hello.num_blocks)

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import hmac
 import logging
 import random
 import time
@@ -17,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from pagoda.cluster.directory.state import DirectoryState, MismatchError, StaleEpochError, UnknownModelError
 from pagoda.proto import directory_pb2 as pb
 from pagoda.proto import directory_pb2_grpc
+from pagoda.worker.cluster_token import ClusterToken
 from pagoda.worker.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
 
     def __init__(self, *, token: str | None = None, seed: int | None = None, lease_s: float = 3.0) -> None:
         """Callers must show `token`, if there is one. `seed` is that of draws between equals."""
-        self._authorization = None if token is None else f"Bearer {token}".encode()
+        self._token = ClusterToken(token)
         self.state = DirectoryState(
             uuid.uuid4().hex, now_s=time.monotonic(), draw=random.Random(seed).random, lease_s=lease_s
         )
@@ -99,7 +99,7 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
         self, request_iterator: AsyncIterator[pb.WorkerUpdate], context: Context
     ) -> AsyncIterator[pb.DirectoryAck]:
         """A worker's stream; see the proto."""
-        await self._authorize(context)
+        await self._token.check(context)
         first = await anext(aiter(request_iterator), pb.WorkerUpdate())
         acks: asyncio.Queue[pb.DirectoryAck | Exception | None] = asyncio.Queue(_MAX_QUEUED_ACKS)
         reading = asyncio.create_task(self._read_updates(first, request_iterator, acks))
@@ -140,7 +140,7 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
             await acks.put(error)
 
     async def Place(self, request: pb.PlaceRequest, context: Context) -> pb.PlaceResponse:
-        await self._authorize(context)
+        await self._token.check(context)
         try:
             response = self.state.place(request, time.monotonic())
         except (InvalidRequestError, UnknownModelError) as error:
@@ -157,23 +157,23 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
         return response
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
-        await self._authorize(context)
+        await self._token.check(context)
         self.state.release(request)
         return pb.ReleaseResponse()
 
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
-        await self._authorize(context)
+        await self._token.check(context)
         try:
             return self.state.lookup(request, time.monotonic())
         except (InvalidRequestError, UnknownModelError) as error:
             await self._abort(context, error)
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.DirectoryStats:  # noqa: ARG002
-        await self._authorize(context)
+        await self._token.check(context)
         return self.state.stats(time.monotonic())
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.DirectoryStats]:
-        await self._authorize(context)
+        await self._token.check(context)
         least, most, default = _WATCH_MS
         period_ms = request.period_ms or default
         if not least <= period_ms <= most:
@@ -181,14 +181,6 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
         while True:
             yield self.state.stats(time.monotonic())
             await asyncio.sleep(period_ms / 1e3)
-
-    async def _authorize(self, context: Context) -> None:
-        """End the call unless it shows the token."""
-        if self._authorization is None:
-            return
-        shown = dict(context.invocation_metadata() or ()).get("authorization", "")
-        if not hmac.compare_digest(str(shown).encode(), self._authorization):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: wrong or missing token")
 
     async def _abort(self, context: Context, error: Exception) -> NoReturn:
         code = _STATUS.get(type(error), grpc.StatusCode.INTERNAL)

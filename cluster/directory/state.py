@@ -11,6 +11,7 @@ A degraded worker keeps what was known of it, which may be wrong in part: that c
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pagoda.cluster.directory.index import PrefixIndex, Tier, slot_bit
 from pagoda.cluster.directory.predicted import PredictedBlocks
@@ -128,7 +129,9 @@ class WorkerRecord:
                 num_empty_blocks=max(0, report.num_empty_blocks - reserved.num_blocks),
                 num_blocks=self.hello.num_blocks,
             )
-            self._candidate = Candidate(self.worker_id, load, self._rates or self._typical.rates)
+            # How busy others are says nothing of this one.
+            rates = self._rates or replace(self._typical.rates, busy_ratio=report.rates.busy_ratio)
+            self._candidate = Candidate(self.worker_id, load, rates)
         return self._candidate
 
 

@@ -11,6 +11,7 @@ import grpc
 
 from pagoda.proto import metrics_pb2, metrics_pb2_grpc, tokens_pb2, tokens_pb2_grpc
 from pagoda.worker.block_hash import HashDomain
+from pagoda.worker.cluster_token import ClusterToken
 from pagoda.worker.errors import EngineStoppedError
 from pagoda.worker.pending_outputs import PendingOutputs
 from pagoda.worker.token_stream import decode
@@ -88,7 +89,7 @@ class WorkerSessions:
 
     def __init__(self, ingress_id: str, *, token: str) -> None:
         self._ingress_id = ingress_id
-        self._metadata = (("authorization", f"Bearer {token}"),)
+        self._metadata = ClusterToken(token).metadata
         self._tasks: dict[WorkerEndpoint, asyncio.Task[None]] = {}
         self._channels: dict[WorkerEndpoint, grpc.aio.Channel] = {}
         """Of the sessions that are open or being opened."""

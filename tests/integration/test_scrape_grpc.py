@@ -77,7 +77,7 @@ async def test_worker_that_does_not_answer_delays_by_the_deadline_at_most(monkey
         async def hang(*_: object) -> None:
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(servers[0], "_authorize", hang)
+        monkeypatch.setattr(servers[0]._token, "check", hang)
         async with asyncio.timeout(DEADLINE_S):
             answers = await sessions.scrape()
     assert sorted(answer is None for answer in answers) == [False, True]
@@ -87,14 +87,14 @@ async def test_session_that_ends_during_a_scrape_is_a_worker_without_answer(monk
     """Its channel closes under the call, which must not look as if the scrape had been cancelled."""
     async with workers("a") as (sessions, servers):
         is_asked, go_on = asyncio.Event(), asyncio.Event()
-        authorize = servers[0]._authorize
+        check = servers[0]._token.check
 
         async def wait(context: Any) -> None:
             is_asked.set()
             await go_on.wait()
-            await authorize(context)
+            await check(context)
 
-        monkeypatch.setattr(servers[0], "_authorize", wait)
+        monkeypatch.setattr(servers[0]._token, "check", wait)
         scraping = asyncio.create_task(sessions.scrape())
         await is_asked.wait()
         await sessions.shutdown()
@@ -110,7 +110,7 @@ async def test_cancelled_scrape_is_cancelled(monkeypatch: pytest.MonkeyPatch) ->
             is_asked.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(servers[0], "_authorize", hang)
+        monkeypatch.setattr(servers[0]._token, "check", hang)
         scraping = asyncio.create_task(sessions.scrape())
         await is_asked.wait()
         scraping.cancel()

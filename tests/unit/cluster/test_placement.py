@@ -121,7 +121,15 @@ def test_where_there_is_much_to_do_nothing_is_computed_twice_lightly() -> None:
     holder = worker("holder", cached=50, num_uncached_tokens=1000, rates=rates)
     assert first(holder, worker("idle", rates=rates)) == "holder"
     busiest = cost_of(PROMPT, worker("a", rates=replace(RATES, busy_ratio=1.0)))
-    assert busiest.crowding_s == pytest.approx(busiest.prefill_s)
+    assert busiest.crowding_s == pytest.approx(4 * busiest.prefill_s)
+
+
+def test_a_busy_holder_among_idle_workers() -> None:
+    """What it is busy with is its own queue; nobody would miss what is computed again elsewhere."""
+    rates = replace(RATES, busy_ratio=1.0)
+    holder = worker("holder", cached=50, num_uncached_tokens=1000, rates=rates)
+    idle = [worker(f"idle{number}") for number in range(7)]
+    assert first(holder, *idle) != "holder"
 
 
 def test_restoring_overlaps_with_waiting() -> None:

@@ -13,7 +13,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pagoda.cluster.directory.state import DirectoryState, MismatchError, StaleEpochError, UnknownModelError
+from pagoda.cluster.directory.checks import MismatchError, StaleEpochError, UnknownModelError
+from pagoda.cluster.directory.state import DirectoryState
 from pagoda.proto import directory_pb2 as pb
 from pagoda.proto import directory_pb2_grpc
 from pagoda.worker.cluster_token import ClusterToken
@@ -87,7 +88,7 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
             until_s = time.monotonic() + _TICK_S
             try:
                 self.state.tick(time.monotonic())
-                while time.monotonic() < until_s and self.state.sweep():  # noqa: ASYNC110  (there is no event)
+                while time.monotonic() < until_s and self.state.workers.sweep():  # noqa: ASYNC110  (there is no event)
                     await asyncio.sleep(0)
             except Exception:
                 logger.exception("keeping the directory")
@@ -121,12 +122,12 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
         try:
             if first.WhichOneof("update") != "hello":
                 raise InvalidRequestError("update", "a stream begins with hello")
-            record, stream, ack = self.state.hello(first.hello, time.monotonic())
+            record, stream, ack = self.state.workers.hello(first.hello, time.monotonic())
             await acks.put(ack)
             async for update in updates:
-                if not self.state.is_current(record, stream):
+                if not self.state.workers.is_current(record, stream):
                     raise StaleEpochError("stream: the worker was forgotten, or has opened another one")
-                answer = self.state.update(record, update, time.monotonic())
+                answer = self.state.workers.update(record, update, time.monotonic())
                 if answer is not None:
                     await acks.put(answer)
             await acks.put(None)

@@ -82,10 +82,10 @@ class Worker:
 
     def is_known_to(self, server: DirectoryServer) -> bool:
         """Whether the directory knows exactly what this worker holds, and says so."""
-        record = server.state._workers.get(self.name)
+        record = server.state.workers.by_id.get(self.name)
         if record is None or not record.is_exact:
             return False
-        index = server.state._models["m"].index
+        index = server.state.workers.models["m"].index
         return {key for _, key in index.keys_of(record.slot, Tier.DEVICE)} == self.held
 
 
@@ -129,7 +129,7 @@ async def test_what_workers_hold_is_where_requests_go() -> None:
             assert (await placed(one, "r", 1, 2, 3)).ranked == ["a", "b"]
             assert (await placed(one, "s", 7)).ranked == ["b", "a"]
         await a.publisher.stop()
-        await until(lambda: "a" not in server.state._workers)
+        await until(lambda: "a" not in server.state.workers.by_id)
 
 
 async def test_reservations_end_with_what_workers_say() -> None:
@@ -142,7 +142,7 @@ async def test_reservations_end_with_what_workers_say() -> None:
         await until(lambda: not len(server.state._reservations))
         assert server.state._reservations.ends == {"admitted": 1, "released": 1}
         a.publish(finished=["r"])
-        await until(lambda: not server.state._live_at)
+        await until(lambda: not server.state.workers.live_at)
 
 
 class Faulty(DirectoryServer):
@@ -187,8 +187,8 @@ async def test_events_lost_repeated_and_swapped(max_batches: int) -> None:
         worker("a", address, journal=Journal(max_batches=max_batches)) as a,
         worker("b", address, journal=Journal(max_batches=max_batches)) as b,
     ):
-        await until(lambda: len(server.state._workers) == 2)
-        seen = server.state._stream_events
+        await until(lambda: len(server.state.workers.by_id) == 2)
+        seen = server.state.workers.events
         mended_by = "snapshot" if max_batches == 3 else "journal"
         for seed in range(400):
             await asyncio.gather(churn(a, random.Random(seed), 20), churn(b, random.Random(-seed), 20))
@@ -218,7 +218,7 @@ async def test_directory_restarts() -> None:
                 answer = await placed(one, "z", 0, 1, 2)
                 assert asyncio.get_running_loop().time() - begin < 5.0
                 assert answer.plan.cached_tokens == 3 * BLOCK_SIZE
-                assert second.state._live_at == {"r": "a"}
+                assert second.state.workers.live_at == {"r": "a"}
 
 
 async def test_worker_restarts_in_place() -> None:
@@ -308,13 +308,13 @@ async def test_token(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     async with directory(token="secret") as (server, address):
         async with worker("a", address, token="secret"), worker("b", address, token="wrong"), worker("c", address):
-            await until(lambda: "a" in server.state._workers)
+            await until(lambda: "a" in server.state.workers.by_id)
             async with client(address, token="secret") as good, client(address) as bad:
                 await placed(good, "r", 1)
                 await until(lambda: bad._directories[0].stub is not None)
                 assert await bad.place(query("s", 1)) is None
                 assert "directory 0: UNAUTHENTICATED: authorization: wrong or missing token" in caplog.messages
-            assert set(server.state._workers) == {"a"}
+            assert set(server.state.workers.by_id) == {"a"}
 
 
 async def test_health_and_reflection() -> None:

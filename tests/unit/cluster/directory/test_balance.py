@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pagoda.cluster.directory.state import DirectoryState, WorkerRecord
+from pagoda.cluster.directory.state import DirectoryState
+from pagoda.cluster.directory.worker_record import WorkerRecord
 from pagoda.proto import directory_pb2 as pb
 
 NUM_WORKERS, BLOCK_SIZE = 16, 16
@@ -71,7 +72,7 @@ def test_nobody_has_more_than_its_share_by_more_than_one_request(load: float) ->
             worker_id=f"w{number}", epoch=1, model="m", block_size=BLOCK_SIZE, windows=[0], num_blocks=100_000,
             max_num_seqs=256,
         )  # fmt: skip
-        record, _, _ = state.hello(hello, 0.0)
+        record, _, _ = state.workers.hello(hello, 0.0)
         workers[f"w{number}"] = Worker(f"w{number}", record)
     beginnings = [[draw.randbytes(16) for _ in range(PREFIX_BLOCKS)] for _ in range(NUM_GROUPS)]
     weights = [1 / (rank + 1) for rank in range(NUM_GROUPS)]
@@ -109,11 +110,11 @@ def report(state: DirectoryState, worker: Worker, new: list[bytes], now_s: float
         worker.seq += 1
         event = pb.BlockEvent(stored=pb.Blocks(hashes=b"".join(new)))
         batch = pb.EventBatch(epoch=1, seq=worker.seq, events=[event])
-        assert state.update(worker.record, pb.WorkerUpdate(events=batch), now_s) is None
+        assert state.workers.update(worker.record, pb.WorkerUpdate(events=batch), now_s) is None
     load = pb.LoadReport(
         num_uncached_tokens=sum(left for *_, left in worker.queue), num_waiting=len(worker.queue),
         num_free_blocks=100_000, num_empty_blocks=100_000, rates=pb.Rates(prefill_s_per_token=PREFILL_S),
         admitted=worker.admitted, finished=worker.finished,
     )  # fmt: skip
-    state.update(worker.record, pb.WorkerUpdate(load=load), now_s)
+    state.workers.update(worker.record, pb.WorkerUpdate(load=load), now_s)
     worker.admitted, worker.finished = [], []

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from pagoda.cluster.openai_stream import EventSplitter, NotAnEventError, StreamEvent, parse_event
+from pagoda.cluster.openai_stream import EventSplitter, NotAnEventError, StreamEvent, parse_event, problem_with_type
 from pagoda.worker.errors import ConfigError, PagodaError
 
 Message = dict[str, str]
@@ -135,7 +135,8 @@ class ChatClient:
                     answer.text += event.text
                     yield event.text
         if answer.finish_reason is None:
-            raise ChatError("the server broke off before the answer was complete")
+            problem = problem_with_type(response.headers.get("content-type")) if first is None else ""
+            raise ChatError(printable(problem) or "the server broke off before the answer was complete")
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

@@ -5,9 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 _BOM = b"\xef\xbb\xbf"
-_OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")
-"""How lines begin that hold no data."""
+_OTHER_FIELDS = (b"", b"event", b"id", b"retry")
+"""Names of lines that hold no data; comments have none."""
 _MAX_QUOTED = 200
+
+
+def problem_with_type(content_type: str | None) -> str:
+    """What an answer without one event is, for who asked for a stream; empty if it says that it is a stream."""
+    kind = (content_type or "").partition(";")[0].strip()
+    return "" if kind == "text/event-stream" else f"the server answers {kind or 'something'}, not an event stream"
 
 
 class NotAnEventError(ValueError):
@@ -44,7 +50,7 @@ class EventSplitter:
 class Usage:
     """Tokens as the server counts them; None of what it does not say."""
 
-    num_prompt_tokens: int
+    num_prompt_tokens: int | None
     num_output_tokens: int | None
     num_cached_tokens: int | None
 
@@ -69,7 +75,7 @@ def parse_event(event: bytes) -> StreamEvent:
     lines = event.strip().split(b"\n")
     data = b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:"))
     if not data:
-        if event.strip() and not all(line.startswith(_OTHER_FIELDS) for line in lines):
+        if event.strip() and not all(line.partition(b":")[0] in _OTHER_FIELDS for line in lines):
             raise NotAnEventError(f"not an event: {_quoted(event)}")
         return StreamEvent()
     if data == b"[DONE]":
@@ -105,13 +111,9 @@ def _parse_chunk(chunk: Any) -> StreamEvent:
 
 
 def _parse_usage(usage: Any) -> Usage:
-    num_output = usage.get("completion_tokens")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    return Usage(
-        count(usage["prompt_tokens"]),
-        None if num_output is None else count(num_output),
-        None if cached is None else count(cached),
-    )
+    told = (usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
+    return Usage(*(None if value is None else count(value) for value in told))
 
 
 def _text(value: Any) -> str:

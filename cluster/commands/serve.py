@@ -87,10 +87,7 @@ def serve(
     config = replace(config, engine=engine_config(options))
     plan = plan_engine(config.engine, num_engines=num_workers if ray_address is None else 1)
     config = replace(config, engine=replace(config.engine, device=str(plan.device)))
-    _check_port_is_free("port", host, port)
-    if grpc_port:
-        _check_port_is_free("grpc_port", host, grpc_port)
-
+    _check_ports(config)
     _run(config, plan.limits, ray_address, begin)
 
 
@@ -131,7 +128,11 @@ def _run(config: ClusterConfig, limits: EngineLimits, ray_address: str | None, b
         cluster = watch_local_cluster(config, Path(scratch), on_ray_dead) if ray_address is None else None
         try:
             say(f"loading {name} in {num_workers} worker{'s' if num_workers > 1 else ''}")
-            deploy(config, limits)
+            try:
+                deploy(config, limits)
+            except RuntimeError:  # of a proxy that did not come up, without the reason
+                _check_ports(config)
+                raise
             while not interrupted.is_set() and not is_up():
                 interrupted.wait(_START_CHECK_PERIOD_S)
             if not interrupted.is_set():
@@ -146,6 +147,8 @@ def _run(config: ClusterConfig, limits: EngineLimits, ray_address: str | None, b
             shut_down(drain_s=config.drain_s, hurry=hurry, cluster=cluster)
 
 
-def _check_port_is_free(name: str, host: str, port: int) -> None:
-    if (problem := problem_with_listening(host, port)) is not None:
-        raise ConfigError(name, f"cannot listen on {host}:{port}: {problem}")
+def _check_ports(config: ClusterConfig) -> None:
+    """Raise `ConfigError` if somebody else listens where the service shall."""
+    for name, port in (("port", config.port), ("grpc_port", config.grpc_port)):
+        if port and (problem := problem_with_listening(config.host, port)) is not None:
+            raise ConfigError(name, f"cannot listen on {config.host}:{port}: {problem}")

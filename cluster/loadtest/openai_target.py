@@ -14,7 +14,7 @@ import aiohttp
 
 from pagoda.cluster.chat_client import authorization, root_url
 from pagoda.cluster.loadtest.target import TOKENIZE_TIMEOUT_S, Answer, LoadRequest, SendError, TargetError
-from pagoda.cluster.openai_stream import EventSplitter, NotAnEventError, count, parse_event
+from pagoda.cluster.openai_stream import EventSplitter, NotAnEventError, count, parse_event, problem_with_type
 
 _CONNECT_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 2.0
@@ -154,6 +154,8 @@ class OpenAITarget:
                 is_done = take_event(splitter.rest, answer, self._clock())
         answer.end_s = self._clock()
         if answer.finish_reason is None:
+            if not answer.piece_s and (problem := problem_with_type(response.headers.get("Content-Type"))):
+                raise SendError("garbage", problem)
             raise SendError("cut" if not is_done or answer.piece_s else "garbage", "ended without a finish reason")
 
     async def tokenize(self, request: LoadRequest) -> list[int] | None:

@@ -12,6 +12,7 @@ from local_server import DEADLINE_S, send_request, wait_until
 from ray_service import (
     COMPLETIONS,
     PAGODA,
+    START_DEADLINE_S,
     STOP_DEADLINE_S,
     assert_port_is_free,
     endless_stream,
@@ -46,6 +47,18 @@ def test_port_in_use(endless: Path) -> None:
         port = other.getsockname()[1]
         said = run_pagoda_serve("--model", endless, "--port", str(port))
     assert said == f"Error: --port: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+def test_port_that_is_taken_meanwhile(endless: Path, tmp_path: Path) -> None:
+    """Two services may be started at once. Ray Serve says only that its proxy has crashed."""
+    with pagoda_serve(endless, tmp_path) as service:
+        service.wait_until_it_says("starting Ray")
+        with socket.create_server(("127.0.0.1", service.port)):
+            assert service.process.wait(START_DEADLINE_S) == 1
+        said = service.log.read_text()
+    assert f"Error: --port: cannot listen on 127.0.0.1:{service.port}: Address already in use\n" in said
+    assert "Traceback" not in said
+    assert not service.processes()
 
 
 def test_model_path_that_does_not_exist(tmp_path: Path) -> None:

@@ -2,7 +2,14 @@
 
 import pytest
 
-from pagoda.cluster.openai_stream import EventSplitter, NotAnEventError, StreamEvent, Usage, parse_event
+from pagoda.cluster.openai_stream import (
+    EventSplitter,
+    NotAnEventError,
+    StreamEvent,
+    Usage,
+    parse_event,
+    problem_with_type,
+)
 
 STREAM = (
     b': hello\n\ndata: {"choices": [{"delta": {"role": "assistant"}}]}\n\n'
@@ -30,6 +37,23 @@ def test_all_that_an_event_may_say() -> None:
     ) == StreamEvent("a", "b", usage=Usage(3, 2, 1))
     assert parse_event(b'data: {"error": {"message": "no"}}').error == "no"
     assert parse_event(b'data: {"error": "no"}').error == '"no"'
+
+
+def test_counts_that_a_server_does_not_know() -> None:
+    """The answer is good all the same."""
+    for usage in (b"{}", b'{"prompt_tokens": null, "completion_tokens": null}'):
+        assert parse_event(b'data: {"choices": [], "usage": %b}' % usage) == StreamEvent(usage=Usage(None, None, None))
+
+
+def test_lines_that_hold_no_data() -> None:
+    for line in (b"event", b"event: x", b": comment", b":", b"id: 7", b"retry: 5"):
+        assert parse_event(line) == StreamEvent()
+
+
+def test_type_of_what_is_no_stream() -> None:
+    assert problem_with_type("text/event-stream; charset=utf-8") == ""
+    assert problem_with_type("text/html; charset=utf-8") == "the server answers text/html, not an event stream"
+    assert problem_with_type(None) == "the server answers something, not an event stream"
 
 
 @pytest.mark.parametrize(

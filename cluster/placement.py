@@ -26,10 +26,10 @@ TIE_RATIO = 0.02
 _TIE_S = 1e-4
 DEFAULT_OUTPUT_TOKENS = 128
 """For answers whose length nobody has measured yet."""
-MAX_BUSY_RATIO = 0.8
+MAX_BUSY_RATIO = 0.5
 """Work where a part r of the time is spent already delays what comes later by r / (1 - r) of itself. Taken for all
-workers together: where one is busy and others are not, its queue says so. Here at most by four times itself, or one
-holder would get everything when all are busy."""
+workers together: where one is busy and others are not, its queue says so. Here at most by itself, or one holder would
+get everything when all are busy."""
 MAX_RANKED = 8
 """Workers that a placement names; whoever is refused by all of them may go anywhere."""
 

@@ -66,7 +66,7 @@ async def watch(port: int, most_excess_s: list[float], work_s: list[float]) -> N
         while True:
             workers = (await http.get("/directory/stats")).json()["workers"]
             costs_s = [(int(w["num_uncached_tokens"]) + int(w["reserved_tokens"])) * TOKEN_S for w in workers]
-            assert len(costs_s) == NUM_WORKERS, f"the directory knows {len(costs_s)} workers"
+            assert len(costs_s) == NUM_WORKERS, f"the directory knows {len(costs_s)} workers any more"
             mean_s = sum(costs_s) / NUM_WORKERS
             most_excess_s.append(max(costs_s) - mean_s)
             work_s.append(mean_s)
@@ -132,6 +132,8 @@ def plot(loads: list[dict[str, Any]], path: Path) -> None:
 
 
 async def replay_all(port: int, trace: Trace, duration_s: float) -> list[dict[str, Any]]:
+    while len(await computed(port)) < NUM_WORKERS:  # one suffices for the service to answer
+        await asyncio.sleep(0.5)
     loads = []
     for load in LOADS:
         loads.append(await replay(port, trace, load, full_speed(trace), duration_s))

@@ -141,7 +141,7 @@ def _wait_until_it_answers(service: Service) -> None:
     while time.monotonic() < deadline and service.process.poll() is None:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{service.port}/v1/completions", body, timeout=60).read()
-        except (urllib.error.URLError, ConnectionError):
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.05)
         else:
             return

@@ -79,7 +79,7 @@ FAILURES: dict[str, tuple[str, Script]] = {
     "JSON of another kind": ("garbage", [head(), event('["a"]')]),
     "no choices": ("garbage", [head(), event("{}")]),
     "choices of another kind": ("garbage", [head(), event('{"choices": [7]}')]),
-    "counts of another kind": ("garbage", [head(), text("a", "stop"), event('{"choices": [], "usage": {"prompt_tokens": "1"}}')]),
+    "counts of another kind": ("garbage", [head(), text("a", "stop"), event('{"choices": [], "usage": [1]}')]),
     "counts below zero": ("garbage", [head(), text("a", "stop"), usage(prompt=-1, output=1), DONE]),
     "counts beyond all": ("garbage", [head(), text("a", "stop"), usage(prompt=1, output=10**401), DONE]),
     "text of another kind": ("garbage", [head(), event({"choices": [{"text": ["a"], "finish_reason": "stop"}]}), DONE]),

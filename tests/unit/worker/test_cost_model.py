@@ -54,3 +54,15 @@ def test_follows_a_machine_that_becomes_slower() -> None:
             model.observe(StepShape(num_tokens, 0.0, 0), factor * 1e-3 * num_tokens)
             model.costs()
     assert model.costs().per_prefill_token_s == pytest.approx(3e-3, rel=0.1)
+
+
+def test_the_first_prompt_is_explained_by_its_tokens() -> None:
+    """Else a worker that has computed a short one seems to compute long ones for nothing, and gets them all."""
+    model = StepCostModel()
+    model.observe(StepShape(500, 500 * 250.0, 0), 1.5)
+    assert model.costs().per_prefill_token_s == pytest.approx(3e-3)
+    for _ in range(20):
+        model.observe(StepShape(0, 0.0, 1), 0.01)
+    costs = model.costs()
+    assert costs.per_prefill_token_s == pytest.approx(3e-3, rel=0.05)
+    assert costs.base_s + costs.per_decode_s == pytest.approx(0.01, rel=0.05)

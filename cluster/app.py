@@ -283,6 +283,13 @@ def _drain(drain_s: float, hurry: threading.Event) -> None:
     if not _is_front_running():
         return
     front = serve.get_app_handle(FRONT_APP)
+    try:
+        _drain_ingresses(front, drain_s, hurry)
+    finally:
+        front.shutdown()  # it reports to the controller for as long as it lives
+
+
+def _drain_ingresses(front: Any, drain_s: float, hurry: threading.Event) -> None:
     answers = front.broadcast("drain", drain_s)
     is_hurried = False
     deadline = time.monotonic() + drain_s + ABORT_GRACE_S + _ANSWER_DEADLINE_S

@@ -118,7 +118,9 @@ def _run(config: ClusterConfig, limits: EngineLimits, ray_address: str | None, b
         os._exit(1)
 
     say(f"starting Ray{'' if ray_address is None else f' on {ray_address}'}")
-    os.environ["RAY_DEDUP_LOGS"] = "0"  # read when Ray is imported; lines of different requests are no repetition
+    # Read when Ray is imported. Lines of different requests are no repetition; and once the service has ended, no
+    # thread of Serve's may look for another Ray to join.
+    os.environ.update(RAY_DEDUP_LOGS="0", RAY_ENABLE_AUTO_CONNECT="0")
     from pagoda.cluster.app import deploy, is_up, shut_down, start_ray, watch_local_cluster  # seconds to import
 
     name, num_workers = config.served_model_name, config.num_workers

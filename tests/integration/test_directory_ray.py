@@ -142,6 +142,7 @@ def test_directory_that_hangs_delays_nobody(service: Service, http: httpx.Client
 
 
 def test_worker_that_dies_is_forgotten(service: Service, http: httpx.Client) -> None:
+    wait_until(lambda: knows_everybody(http), "the directory knows all workers", deadline_s=START_DEADLINE_S)
     before = {worker["worker_id"] for worker in http.get("/directory/stats").json()["workers"]}
     victim = service.processes("ServeReplica:workers:Worker")[0]
     os.kill(victim, signal.SIGKILL)

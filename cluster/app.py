@@ -286,7 +286,8 @@ def _drain(drain_s: float, hurry: threading.Event) -> None:
     try:
         _drain_ingresses(front, drain_s, hurry)
     finally:
-        front.shutdown()  # it reports to the controller for as long as it lives
+        # It reports to the controller for as long as it lives.
+        front.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _drain_ingresses(front: Any, drain_s: float, hurry: threading.Event) -> None:

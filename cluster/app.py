@@ -60,7 +60,7 @@ _FRONT_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
-
+_LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 logger = logging.getLogger(__name__)
 
@@ -178,10 +178,9 @@ def _end_helpers(shows_logs: bool) -> None:
         node.kill_log_monitor(check_alive=False)
 
 
-def deploy(config: ClusterConfig, limits: EngineLimits) -> None:
-    """Start to bring the service up; `is_up` says when it answers. `limits` are those of the engine config."""
+def start_serve(config: ClusterConfig) -> None:
+    """Bring Serve up with its proxy, which listens where users come. Raises RuntimeError if the proxy does not."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    logging_config = LoggingConfig(log_level="WARNING", enable_access_log=False)
     serve.start(
         http_options=HTTPOptions(host=config.host, port=config.port, request_timeout_s=None),
         grpc_options=gRPCOptions(
@@ -189,16 +188,20 @@ def deploy(config: ClusterConfig, limits: EngineLimits) -> None:
             grpc_servicer_functions=_GRPC_SERVICES if config.grpc_port else [],
             enable_reflection=True,
         ),
-        logging_config=logging_config,
+        logging_config=_LOGGING,
     )
+
+
+def deploy(config: ClusterConfig, limits: EngineLimits) -> None:
+    """Start to bring the service up; `is_up` says when it answers. `limits` are those of the engine config."""
     token = secrets.token_hex()
     directories = name_directories(config.num_directories)
     workers, front = _workers(config, token, directories), _front(config, limits, token, directories)
     start_directories(directories, token, config.log_level)
     serve.run_many(
         [
-            RunTarget(workers, name=WORKERS_APP, route_prefix=None, logging_config=logging_config),
-            RunTarget(front, name=FRONT_APP, route_prefix="/", logging_config=logging_config),
+            RunTarget(workers, name=WORKERS_APP, route_prefix=None, logging_config=_LOGGING),
+            RunTarget(front, name=FRONT_APP, route_prefix="/", logging_config=_LOGGING),
         ],
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,

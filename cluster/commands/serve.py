@@ -121,7 +121,8 @@ def _run(config: ClusterConfig, limits: EngineLimits, ray_address: str | None, b
     # Read when Ray is imported. Lines of different requests are no repetition; and once the service has ended, no
     # thread of Serve's may look for another Ray to join.
     os.environ.update(RAY_DEDUP_LOGS="0", RAY_ENABLE_AUTO_CONNECT="0")
-    from pagoda.cluster.app import deploy, is_up, shut_down, start_ray, watch_local_cluster  # seconds to import
+    # It takes seconds to import.
+    from pagoda.cluster.app import deploy, is_up, shut_down, start_ray, start_serve, watch_local_cluster
 
     name, num_workers = config.served_model_name, config.num_workers
     with TemporaryDirectory(prefix="pagoda-", ignore_cleanup_errors=True) as scratch:
@@ -131,10 +132,11 @@ def _run(config: ClusterConfig, limits: EngineLimits, ray_address: str | None, b
         try:
             say(f"loading {name} in {num_workers} worker{'s' if num_workers > 1 else ''}")
             try:
-                deploy(config, limits)
-            except RuntimeError:  # of a proxy that did not come up, without the reason
+                start_serve(config)
+            except RuntimeError:  # which does not say why
                 _check_ports(config)
                 raise
+            deploy(config, limits)
             while not interrupted.is_set() and not is_up():
                 interrupted.wait(_START_CHECK_PERIOD_S)
             if not interrupted.is_set():

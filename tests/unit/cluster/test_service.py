@@ -1,139 +1,28 @@
 """Tokens of a worker's stream become text; whatever ends, ends what is below it."""
 
 import asyncio
-import functools
 import threading
-from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
+from ascii_service import LIMITS, AsciiTokenizer, FakeWorkerClient, logprobs, out, service
 
 from pagoda.cluster.ingress.service import (
-    Generation,
     GenerationFailedError,
     InferenceService,
     TextOutput,
-    merge,
     prompt_only,
 )
 from pagoda.worker.chat_options import ChatOptions
-from pagoda.worker.config import EngineLimits
 from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError
-from pagoda.worker.text_decoder import TextDecoder, WindowDecoder
-from pagoda.worker.types import FinishReason, Request, RequestId, SamplingParams, SequenceOutput, TokenLogprobs
+from pagoda.worker.types import FinishReason, SamplingParams
 
-LIMITS = EngineLimits(max_model_len=100, vocab_size=128, max_num_seqs=4, max_num_waiting=4)
 DEADLINE_S = 10.0
-START = "^"
-"""A special token."""
 STOP, LENGTH, ABORT, ERROR = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR
 
 
-class AsciiTokenizer:
-    """A token is a character's code. Remembers which thread encoded."""
-
-    def __init__(self) -> None:
-        self.encoding_thread: threading.Thread | None = None
-        self.max_tokens: list[int | None] = []
-
-    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        self.max_tokens.append(max_tokens)
-        self.encoding_thread = threading.current_thread()
-        start = [ord(START)] if add_special_tokens else []
-        return start + [ord(character) for character in text]
-
-    def encode_chat(
-        self, messages: Sequence[Any], options: ChatOptions | None = None, *, max_tokens: int | None = None
-    ) -> list[int]:
-        text = "".join(message["content"] for message in messages)
-        adds_special_tokens = options is not None and options.add_special_tokens
-        return self.encode(text, add_special_tokens=adds_special_tokens, max_tokens=max_tokens)
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return "".join(chr(token) for token in token_ids if not (skip_special_tokens and token == ord(START)))
-
-    def text_decoder(self, *, skip_special_tokens: bool = True) -> TextDecoder:
-        return WindowDecoder(functools.partial(self.decode, skip_special_tokens=skip_special_tokens))
-
-
-class FakeWorkerClient:
-    """Streams batches of outputs that the test wrote, then waits for ever if told to."""
-
-    def __init__(
-        self,
-        *batches: list[SequenceOutput],
-        then_hangs: bool = False,
-        then_fails: bool = False,
-        error: Exception | None = None,
-    ) -> None:
-        self.batches = batches
-        self.then_fails = then_fails
-        self.then_hangs = then_hangs
-        self.error = error
-        self.requests: list[Request] = []
-        self.is_streaming = asyncio.Event()
-        self.num_given = 0
-        self.completed_samples: list[int] = []
-        self.is_closed = False
-
-    async def ping(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-    async def stream(self, request: Request) -> AsyncGenerator[list[SequenceOutput], None]:
-        self.requests.append(request)
-        self.is_streaming.set()
-        try:
-            if self.error is not None:
-                raise self.error
-            for batch in self.batches:
-                self.num_given += 1
-                yield batch
-            if self.then_hangs:
-                await asyncio.Event().wait()
-            if self.then_fails:
-                raise EngineStoppedError("the worker is gone")
-        finally:
-            self.is_closed = True
-
-    def abort(self, request_id: RequestId) -> None:
-        raise AssertionError(f"nobody asked to abort {request_id}")
-
-    def complete_sample(self, request_id: RequestId, index: int) -> None:
-        assert request_id == self.requests[-1].request_id
-        self.completed_samples.append(index)
-
-
-def out(
-    index: int,
-    text: str,
-    reason: FinishReason | None = None,
-    *,
-    stop_reason: int | None = None,
-    error: str | None = None,
-    cached: int = 0,
-    prompt: str = "",
-) -> SequenceOutput:
-    """With a log probability for each token, and for each of those of `prompt`."""
-    return SequenceOutput(
-        RequestId("r"),
-        index,
-        tuple(map(ord, text)),
-        reason,
-        stop_reason,
-        error=error,
-        num_cached_tokens=cached,
-        logprobs=logprobs(text),
-        prompt_logprobs=logprobs(prompt),
-    )
-
-
-def logprobs(text: str) -> tuple[TokenLogprobs, ...]:
-    return tuple(TokenLogprobs(ord(character), -1.0, 2, ()) for character in text)
-
-
-def service(client: FakeWorkerClient) -> InferenceService:
-    return InferenceService(AsciiTokenizer(), client, LIMITS)  # type: ignore[arg-type]
+async def until_no_task_is_left() -> None:
+    await asyncio.wait_for(asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()})), DEADLINE_S)
 
 
 async def pieces(client: FakeWorkerClient, **sampling: Any) -> list[TextOutput]:
@@ -144,9 +33,6 @@ async def pieces(client: FakeWorkerClient, **sampling: Any) -> list[TextOutput]:
 async def texts(client: FakeWorkerClient, **sampling: Any) -> list[list[tuple[int, str, FinishReason | None]]]:
     generation = service(client).generate([1], SamplingParams(**sampling))
     return [[(o.index, o.text, o.finish_reason) for o in batch] async for batch in generation.outputs]
-
-
-# -- one generation ------------------------------------------------------------------------------
 
 
 async def test_text_comes_batch_by_batch() -> None:
@@ -375,81 +261,3 @@ async def test_check_uses_the_engine_limits() -> None:
 @pytest.mark.parametrize(("error", "expected"), [(None, True), (TimeoutError(), False), (OSError(), False)])
 async def test_health_is_whether_a_worker_answers(error: Exception | None, expected: bool) -> None:
     assert await service(FakeWorkerClient(error=error)).is_healthy() is expected
-
-
-# -- several generations at once -----------------------------------------------------------------
-
-
-def generations(*clients: FakeWorkerClient) -> list[Generation]:
-    return [service(client).generate([1], SamplingParams()) for client in clients]
-
-
-async def read_all(merged: list[Generation]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        async for _ in merge(merged):
-            pass
-
-
-async def until_no_task_is_left() -> None:
-    await asyncio.wait_for(asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()})), DEADLINE_S)
-
-
-def assert_no_task_is_left() -> None:
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-async def test_merge_keeps_positions_and_order() -> None:
-    """More batches than the queue holds, from three prompts: each one's come complete and in order."""
-    letters = [chr(ord("a") + number % 26) for number in range(200)]
-    clients = [
-        FakeWorkerClient(*[[out(0, letter)] for letter in letters], [out(0, end, LENGTH)]) for end in ("0", "1", "2")
-    ]
-    merged = [""] * 3
-    async for position, batch in merge(generations(*clients)):
-        merged[position] += "".join(output.text for output in batch)
-    assert merged == ["".join(letters) + end for end in ("0", "1", "2")]
-    assert_no_task_is_left()
-
-
-@pytest.mark.parametrize("num_others", [0, 1, 3])
-async def test_merge_raises_and_closes_all_on_an_error(num_others: int) -> None:
-    """One of several prompts fails: the answer as a whole fails, and nobody works on for nothing."""
-    failing = FakeWorkerClient([out(0, "a")], [out(0, "", ERROR, error="broken")])
-    others = [FakeWorkerClient([out(0, "b")], then_hangs=True) for _ in range(num_others)]
-    with pytest.raises(GenerationFailedError, match="broken"):
-        await read_all(generations(failing, *others))
-    assert all(client.is_closed for client in (failing, *others))
-    assert_no_task_is_left()
-
-
-@pytest.mark.parametrize("num_generations", [1, 3])
-@pytest.mark.parametrize("num_batches", [1, 200])
-async def test_merge_closed_early_closes_all(num_generations: int, num_batches: int) -> None:
-    """The reader goes away while the workers are ahead of it (the queue is full) or behind (all wait)."""
-    clients = [FakeWorkerClient(*[[out(0, "a")]] * num_batches, then_hangs=True) for _ in range(num_generations)]
-    merged = merge(generations(*clients))
-    await anext(merged)
-    for _ in range(10):  # lets the forwarding tasks run until they wait
-        await asyncio.sleep(0)
-    await asyncio.wait_for(merged.aclose(), DEADLINE_S)
-    assert all(client.is_closed for client in clients)
-    assert_no_task_is_left()
-
-
-@pytest.mark.parametrize("num_generations", [1, 3])
-async def test_merge_cancelled_while_it_waits_closes_all(num_generations: int) -> None:
-    clients = [FakeWorkerClient(then_hangs=True) for _ in range(num_generations)]
-    waiting = asyncio.create_task(anext(merge(generations(*clients))))  # type: ignore[arg-type]
-    for client in clients:
-        await client.is_streaming.wait()
-    waiting.cancel()
-    await asyncio.wait({waiting}, timeout=DEADLINE_S)
-    assert all(client.is_closed for client in clients)
-    assert_no_task_is_left()
-
-
-async def test_merge_closed_before_it_began() -> None:
-    clients = [FakeWorkerClient(), FakeWorkerClient()]
-    await merge(generations(*clients)).aclose()
-    assert not any(client.requests for client in clients)
-    assert_no_task_is_left()

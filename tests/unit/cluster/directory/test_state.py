@@ -7,17 +7,11 @@ from told_directory import (
     BLOCK_SIZE,
     Cluster,
     stored,
-    two_workers,
 )
 
 from pagoda.cluster.directory.checks import MAX_HASHES, UnknownModelError
 from pagoda.proto import directory_pb2 as pb
 from pagoda.worker.errors import InvalidRequestError
-
-
-@pytest.fixture
-def cluster() -> Cluster:
-    return two_workers()
 
 
 def test_goes_to_its_prefix(cluster: Cluster) -> None:

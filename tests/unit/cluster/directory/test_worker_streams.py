@@ -12,17 +12,11 @@ from told_directory import (
     keys,
     removed,
     stored,
-    two_workers,
 )
 
 from pagoda.cluster.directory.checks import MismatchError, StaleEpochError, UnknownModelError
 from pagoda.proto import directory_pb2 as pb
 from pagoda.worker.errors import InvalidRequestError
-
-
-@pytest.fixture
-def cluster() -> Cluster:
-    return two_workers()
 
 
 def test_events_in_order(cluster: Cluster) -> None:

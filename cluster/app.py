@@ -48,8 +48,8 @@ _PROXY_ACTORS = "SERVE_PROXY_ACTOR"
 _DELETION_S = 3.0
 """Serve takes about one second to take down what is idle."""
 _GRPC_SERVICES = [
-    "pagoda.proto.inference_pb2_grpc.add_InferenceServicer_to_server",
-    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+    "pagoda.cluster.ingress.grpc_services.add_inference",
+    "pagoda.cluster.ingress.grpc_services.add_health",
 ]
 _LIVING = ("NOT_STARTED", "RUNNING", "DEPLOYING", "UNHEALTHY")
 

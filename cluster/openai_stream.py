@@ -90,6 +90,13 @@ def parse_event(event: bytes) -> StreamEvent:
         raise NotAnEventError(f"not an event of an answer, {type(error).__name__}: {_quoted(data)}") from error
 
 
+def may_begin_event(data: bytes) -> bool:
+    """Whether `data` may be the beginning of an event of which the rest is missing."""
+    name, colon, _ = data.lstrip().partition(b"\n")[0].partition(b":")
+    names = (b"data", *_OTHER_FIELDS)
+    return name in names if colon else any(known.startswith(name) for known in names)
+
+
 def _parse_chunk(chunk: Any) -> StreamEvent:
     if (error := chunk.get("error")) is not None:
         message = error.get("message") if isinstance(error, dict) else None

@@ -282,8 +282,9 @@ class Engine:
 
     def _end_everything(self) -> None:
         """The thread's last act: whatever was accepted ends, even if the scheduler's state cannot be trusted."""
-        error = None if self._failure is None else f"the engine died: {self._failure}"
-        reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+        is_dead = self._failure is not None
+        error = f"the engine died: {self._failure}" if is_dead else "the worker stopped"
+        reason = FinishReason.ERROR if is_dead else FinishReason.ABORT
         with self._wake:
             self._accepting = False
             live = [(request_id, index) for request_id, samples in self._live.items() for index in sorted(samples)]

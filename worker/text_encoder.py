@@ -30,6 +30,12 @@ class TextEncoder:
         self.lookahead = max([_MIN_LOOKAHEAD, *(len(token.content) for token in added)])
         """Characters behind a token that may take part in deciding it."""
 
+    def ids(self, text: str) -> list[int]:
+        """The tokens alone, in half the time; almost all of it without the interpreter's lock. For any thread."""
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids
+
     def encode(self, text: str) -> EncodedText:
         (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
         seam_tokens, seam_chars = array("I", [0]), array("I", [0])

@@ -1,6 +1,7 @@
 """Text to tokens and back, with the model's own tokenizer and chat template."""
 
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer. Encoding is for one thread at a time; decoding for any."""
+    """A Hugging Face tokenizer. Encoding with `max_tokens` is for one thread at a time; all else for any."""
 
     def __init__(self, folder: Path) -> None:
         """Load it from a model folder. Raises `ModelError` if the folder has none."""
@@ -54,6 +55,7 @@ class Tokenizer:
         self._cache = TokenCache(encoder.encode, lookahead=encoder.lookahead) if encoder is not None else None
         self._around = tokens_around(self._tokenizer)
         self._backend = self._tokenizer.backend_tokenizer if encoder is not None else None
+        self._wrapper_lock = threading.Lock()
 
     @property
     def has_chat_template(self) -> bool:
@@ -65,14 +67,17 @@ class Tokenizer:
         """Token ids of a plain prompt, by default with the special tokens that the model puts around one.
 
         Raises `InvalidRequestError` naming `field`, before most of the work, for a text that is far longer than
-        `max_tokens`; without one, for a text of more than `MAX_UNBOUNDED_CHARS`.
+        `max_tokens`; without one, for a text of more than `MAX_UNBOUNDED_CHARS`. Those with one are remembered, since
+        the next turn of a conversation begins with them.
         """
         self._check_length(text, max_tokens, field)
-        if self._cache is None or self._around is None:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if self._encoder is None or self._cache is None or self._around is None:
+            with self._wrapper_lock:
+                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
             return ids
         before, behind = self._around if add_special_tokens else ((), ())
-        return [*before, *self._cache.encode(text), *behind]
+        inner = self._encoder.ids(text) if max_tokens is None else self._cache.encode(text)
+        return [*before, *inner, *behind]
 
     def encode_chat(
         self, messages: Sequence[ChatMessage], options: ChatOptions | None = None, *, max_tokens: int | None = None
@@ -113,8 +118,9 @@ class Tokenizer:
 
     def _num_tokens(self, text: str) -> int:
         if self._encoder is not None:
-            return len(self._encoder.encode(text).ids)
-        return len(self._tokenizer.encode(text, add_special_tokens=False))
+            return len(self._encoder.ids(text))
+        with self._wrapper_lock:
+            return len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the tokens, by default without special ones. Incomplete characters come out as U+FFFD."""

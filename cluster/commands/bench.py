@@ -12,7 +12,7 @@ from pagoda.cluster.commands.bench_run import BenchPlan, run_bench
 from pagoda.cluster.loadtest import compare, report
 from pagoda.cluster.loadtest.arrivals import ARRIVAL_KINDS
 from pagoda.cluster.loadtest.runner import LoadOptions
-from pagoda.cluster.loadtest.trace import TRACE_BLOCK_TOKENS, TraceWorkload, read_trace
+from pagoda.cluster.loadtest.trace import MAX_TOKENS, TRACE_BLOCK_TOKENS, TraceWorkload, read_trace
 from pagoda.cluster.loadtest.workloads import (
     FIRST_TOKEN_ID,
     AgentWorkload,
@@ -24,6 +24,8 @@ from pagoda.cluster.loadtest.workloads import (
 from pagoda.worker.config import require_in_range
 from pagoda.worker.errors import ConfigError
 
+_MAX_BLOCK_TOKENS = 2**16
+"""A trace's prompts have hundreds of blocks."""
 _CHAT, _SHARED_PREFIX, _AGENTS, _RANDOM = ChatWorkload(), SharedPrefixWorkload(), AgentWorkload(), RandomWorkload()
 """Their defaults are the options'."""
 F = TypeVar("F", bound=Callable[..., Any])
@@ -168,7 +170,9 @@ def _run(
         require_in_range("vocab_size", options["vocab_size"], FIRST_TOKEN_ID + 1, 10**7)
     for name, value in options.items():  # what is left are lengths and counts
         if isinstance(value, int) and not isinstance(value, bool):
-            require_in_range(name, value, 0 if name == "num_system_prompts" else 1, 10**7)
+            least = 0 if name == "num_system_prompts" else 1
+            most = _MAX_BLOCK_TOKENS if name == "block_tokens" else MAX_TOKENS if name.endswith("_tokens") else 10**7
+            require_in_range(name, value, least, most)
     if "pause_s" in options:
         require_in_range("pause_s", options["pause_s"], 0, 1e6)
     workload = make(**options)

@@ -4,6 +4,7 @@ from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
 
+from pagoda.cluster.ingress.schemas import TokenizeRequest
 from pagoda.cluster.ingress.tokens_api import TokensApi
 from pagoda.worker.errors import EngineStoppedError
 
@@ -37,7 +38,7 @@ class DirectoryApi:
     async def lookup(self, http: HttpRequest) -> dict[str, Any]:
         """The body is that of `/tokenize`."""
         directory = self._directory()
-        tokens = (await self._tokens.tokenize(http))["tokens"]
+        tokens = await self._tokens.tokens_of(TokenizeRequest.model_validate_json(await http.body()))
         return {"num_tokens": len(tokens), "workers": await directory.holders(tokens)}
 
     def _directory(self) -> DirectoryView:

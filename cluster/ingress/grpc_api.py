@@ -43,7 +43,7 @@ class GrpcApi:
     async def generate(
         self, request: inference_pb2.GenerateRequest
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        with self._log.call("Generate") as record:
+        with self._log.call("Generate", request) as record:
             self._check_model(request.model)
             sampling = sampling_params(request.sampling)
             match request.WhichOneof("prompt"):
@@ -58,33 +58,33 @@ class GrpcApi:
                     yield response
 
     async def chat(self, request: inference_pb2.ChatRequest) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        with self._log.call("Chat") as record:
+        with self._log.call("Chat", request) as record:
             self._check_model(request.model)
             sampling = sampling_params(request.sampling)
-            prompt = await self._encode_chat(request.messages)
-            async with aclosing(self._run(prompt, sampling, request, record)) as responses:
+            prompt = await self._service.encode_chat(_checked(request.messages))
+            async with aclosing(self._run(prompt, sampling, request, record, prompt_name="messages")) as responses:
                 async for response in responses:
                     yield response
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
-        with self._log.call("Tokenize"):
+        with self._log.call("Tokenize", request):
             self._check_model(request.model)
             match request.WhichOneof("input"):
                 case "text":
                     token_ids = await self._service.tokenize(request.text)
                 case "conversation":
-                    token_ids = await self._encode_chat(request.conversation.messages)
+                    token_ids = await self._service.tokenize_chat(_checked(request.conversation.messages))
                 case _:
                     raise InvalidRequestError("input", "give either text or conversation")
             return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=self._service.limits.max_model_len)
 
-    async def list_models(self, _: inference_pb2.ListModelsRequest) -> inference_pb2.ListModelsResponse:
-        with self._log.call("ListModels"):
+    async def list_models(self, request: inference_pb2.ListModelsRequest) -> inference_pb2.ListModelsResponse:
+        with self._log.call("ListModels", request):
             model = inference_pb2.ModelInfo(id=self._model_name, max_model_len=self._service.limits.max_model_len)
             return inference_pb2.ListModelsResponse(models=[model])
 
     async def abort(self, request: inference_pb2.AbortRequest) -> inference_pb2.AbortResponse:
-        with self._log.call("Abort"):
+        with self._log.call("Abort", request):
             if not request.request_id:
                 raise InvalidRequestError("request_id", "must not be empty")
             self._service.abort(request.request_id)
@@ -96,10 +96,12 @@ class GrpcApi:
         sampling: SamplingParams,
         request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
         record: RequestRecord,
+        *,
+        prompt_name: str = "prompt",
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         if len(request.request_id) > MAX_REQUEST_ID or not request.request_id.isprintable():
             raise InvalidRequestError("request_id", f"must be printable and at most {MAX_REQUEST_ID} characters")
-        self._service.check(prompt, sampling)
+        self._service.check(prompt, sampling, names={"prompt": prompt_name})
         generation = self._service.generate(
             prompt, sampling, priority=request.priority, request_id=request.request_id or None
         )
@@ -113,6 +115,14 @@ class GrpcApi:
                 finish_reasons=[sample.finish_reason for sample in samples],
             )
         )
+
+        def usage_of(sample: _Sample) -> inference_pb2.Usage:
+            return inference_pb2.Usage(
+                prompt_tokens=len(prompt),
+                completion_tokens=sample.num_output_tokens,
+                cached_tokens=samples[0].num_cached_tokens,
+            )
+
         async with aclosing(generation.outputs) as batches:
             async for batch in batches:
                 record.tokens_arrive()
@@ -122,23 +132,9 @@ class GrpcApi:
                     yield _response(
                         generation.request.request_id,
                         output,
-                        len(prompt),
-                        sample.num_output_tokens,
+                        None if output.finish_reason is None else usage_of(sample),
                         self._service.vocabulary,
                     )
-
-    async def _encode_chat(self, messages: Sequence[inference_pb2.Message]) -> list[int]:
-        if not messages:
-            raise InvalidRequestError("messages", "must hold at least one message")
-        for position, message in enumerate(messages):
-            if message.role not in _ROLES:
-                raise InvalidRequestError(f"messages.{position}.role", f"must be one of {', '.join(_ROLES)}")
-        return await self._service.encode_chat(
-            [
-                {"role": "system" if message.role == "developer" else message.role, "content": message.content}
-                for message in messages
-            ]
-        )
 
     def _check_model(self, name: str) -> None:
         if name != self._model_name:
@@ -156,16 +152,22 @@ def sampling_params(message: inference_pb2.Sampling) -> SamplingParams:
     return params
 
 
+def _checked(messages: Sequence[inference_pb2.Message]) -> list[dict[str, str]]:
+    """As chat templates take them."""
+    if not messages:
+        raise InvalidRequestError("messages", "must hold at least one message")
+    for position, message in enumerate(messages):
+        if message.role not in _ROLES:
+            raise InvalidRequestError(f"messages.{position}.role", f"must be one of {', '.join(_ROLES)}")
+    return [
+        {"role": "system" if message.role == "developer" else message.role, "content": message.content}
+        for message in messages
+    ]
+
+
 def _response(
-    request_id: str, output: TextOutput, num_prompt_tokens: int, num_output_tokens: int, vocabulary: Vocabulary
+    request_id: str, output: TextOutput, usage: inference_pb2.Usage | None, vocabulary: Vocabulary
 ) -> inference_pb2.GenerateResponse:
-    usage = None
-    if output.finish_reason is not None:
-        usage = inference_pb2.Usage(
-            prompt_tokens=num_prompt_tokens,
-            completion_tokens=num_output_tokens,
-            cached_tokens=output.num_cached_tokens,
-        )
     return inference_pb2.GenerateResponse(
         request_id=request_id,
         index=output.index,

@@ -23,12 +23,12 @@ class GrpcHealth:
         self._log = log
 
     async def check(self, request: HealthCheckRequest) -> HealthCheckResponse:
-        with self._log.call("Check"):
+        with self._log.call("Check", request):
             return await self._status(request.service)
 
     async def watch(self, request: HealthCheckRequest) -> AsyncGenerator[HealthCheckResponse, None]:
         """Says the status at once and whenever it changes. Ends when the service stops."""
-        with self._log.call("Watch"):
+        with self._log.call("Watch", request):
             last = None
             while True:
                 now = await self._status(request.service)

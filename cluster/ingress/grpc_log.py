@@ -10,13 +10,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 
 from pagoda.cluster.ingress.grpc_errors import status_of
+from pagoda.cluster.ingress.grpc_services import UnreadableRequest
 from pagoda.cluster.ingress.metrics import IngressMetrics
 from pagoda.cluster.ingress.request_log import RequestRecord
-from pagoda.worker.errors import PagodaError
+from pagoda.worker.errors import InvalidRequestError, PagodaError
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +33,16 @@ class GrpcLog:
         self._clock = clock
 
     @contextmanager
-    def call(self, method: str) -> Iterator[RequestRecord]:
-        """A call of `method`, which lasts as long as the block; how that ends is the call's status."""
+    def call(self, method: str, request: Any) -> Iterator[RequestRecord]:
+        """A call of `method`, which lasts as long as the block; how that ends is the call's status.
+
+        Raises `InvalidRequestError` for a request that is none.
+        """
         record = RequestRecord(self._clock)
         code = grpc.StatusCode.OK
         try:
+            if isinstance(request, UnreadableRequest):
+                raise InvalidRequestError("request", request.problem)
             yield record
         except PagodaError as error:
             code = status_of(error).code

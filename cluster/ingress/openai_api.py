@@ -49,7 +49,10 @@ class OpenAiApi:
         sampling = body.sampling_params(default_max_tokens=None)
         options = body.chat_options()
         prompt = await self._service.encode_chat([message.for_template() for message in body.messages], options)
-        self._service.check(prompt, sampling)
+        names = {"prompt": "messages"}
+        if body.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        self._service.check(prompt, sampling, names=names)
         generation = self._service.generate(
             prompt, sampling, priority=body.priority or 0, request_id=request_id_of(http)
         )
@@ -65,7 +68,7 @@ class OpenAiApi:
         if len(body.prompts) > MAX_PROMPTS:
             raise InvalidRequestError("prompt", f"at most {MAX_PROMPTS} prompts in one request")
         room = self._service.limits.max_num_seqs + self._service.limits.max_num_waiting
-        if len(body.prompts) * sampling.n > room:
+        if len(body.prompts) > 1 and len(body.prompts) * sampling.n > room:
             raise InvalidRequestError(
                 "prompt", f"{len(body.prompts)} prompts with n={sampling.n}: at most {room} samples"
             )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from starlette.requests import Request as HttpRequest
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda.cluster.ingress.metrics import IngressMetrics
@@ -108,10 +109,19 @@ class RequestLog:
             self._end(scope, record, record.status or status)
 
     def _end(self, scope: Scope, record: RequestRecord, status: int) -> None:
-        path = getattr(scope.get("route"), "path", _NO_ROUTE)
+        path = _path_of(scope)
         self._metrics.request_ends(path, status)
         level = logging.DEBUG if path in PROBES else logging.INFO
         if logger.isEnabledFor(level):
             # A path that no route knows may hold anything, line breaks too.
             shown = path if path != _NO_ROUTE else quoted(scope["path"])
             logger.log(level, "%s", record.line(f"{scope['method']} {shown} {status}"))
+
+
+def _path_of(scope: Scope) -> str:
+    """Of the route, also of a request that was refused on the way there."""
+    route = scope.get("route")
+    if route is None and "app" in scope:
+        routes = scope["app"].router.routes
+        route = next((route for route in routes if route.matches(scope)[0] is not Match.NONE), None)
+    return getattr(route, "path", _NO_ROUTE)

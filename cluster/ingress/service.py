@@ -6,18 +6,19 @@ prompt or messages -> tokens -> a worker's stream of outputs -> text, piece by p
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
-from pagoda.cluster.ingress.live_requests import LiveRequests
+from pagoda.cluster.ingress.live_requests import DrainingError, LiveRequests
 from pagoda.worker.chat_options import ChatOptions
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.detokenizer import Detokenizer
 from pagoda.worker.engine import check_request
-from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, PagodaError
+from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
 from pagoda.worker.tokenizer import ChatMessage, Tokenizer
 from pagoda.worker.types import FinishReason, Request, RequestId, SamplingParams, SequenceOutput, TokenLogprobs
 from pagoda.worker.vocabulary import Vocabulary
@@ -25,6 +26,9 @@ from pagoda.worker.vocabulary import Vocabulary
 T = TypeVar("T")
 _END_GRACE_S = 5.0
 """How long a worker has to end what is whole, before it is aborted."""
+MAX_ASIDE = 64
+"""Texts that wait to be tokenised without being prompts; each may take a second."""
+_NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 class WorkerClient(Protocol):
@@ -101,10 +105,12 @@ class InferenceService:
         self._tokenizer = tokenizer
         self._client = client
         self._live = LiveRequests(client.abort)
-        # One thread: tokenizers are not made to encode in several at once, and the event loop must stay free.
         self._ending: set[asyncio.Task[None]] = set()
         """Requests whose answers are whole and whose workers have yet to end them."""
+        # One thread, since the tokenizer remembers prompts; and one for what is no prompt, which no prompt waits for.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._tokenizing_aside = ThreadPoolExecutor(1, thread_name_prefix="tokenize-aside")
+        self._num_aside = 0
 
     async def is_healthy(self) -> bool:
         """Whether new requests are taken and a worker answers."""
@@ -124,7 +130,7 @@ class InferenceService:
     async def drain(self, timeout_s: float) -> None:
         """Refuse new generations; return once none runs, or once those that still ran after `timeout_s` were aborted.
 
-        What is aborted raises `RequestAbortedError` where it is iterated.
+        What is aborted raises `DrainingError` where it is iterated.
         """
         await self._live.drain(timeout_s)
 
@@ -144,12 +150,12 @@ class InferenceService:
         )
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of a text that need not fit the model."""
-        return await self._in_thread(lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        """Tokens of a text that need not fit the model. Raises `OverloadedError` if too many such texts wait."""
+        return await self._aside(lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def tokenize_chat(self, messages: Sequence[ChatMessage], options: ChatOptions | None = None) -> list[int]:
-        """Tokens of a chat that need not fit the model."""
-        return await self._in_thread(lambda: self._tokenizer.encode_chat(messages, options))
+        """The same of a chat."""
+        return await self._aside(lambda: self._tokenizer.encode_chat(messages, options))
 
     async def encode_chat(self, messages: Sequence[ChatMessage], options: ChatOptions | None = None) -> list[int]:
         """Tokens of a chat that is to be continued."""
@@ -160,11 +166,16 @@ class InferenceService:
         """Text of tokens that came from a client. Raises `InvalidRequestError` for ids outside the vocabulary."""
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.limits.vocab_size):
             raise InvalidRequestError("tokens", f"token ids must be in [0, {self.limits.vocab_size})")
-        return await self._in_thread(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        return await self._aside(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
-    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Raise `InvalidRequestError` if no worker could ever serve this."""
-        check_request(prompt_token_ids, sampling, self.limits)
+    def check(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, names: Mapping[str, str] = _NO_NAMES
+    ) -> None:
+        """Raise `InvalidRequestError` if no worker could ever serve this. `names`: what the client calls the fields."""
+        try:
+            check_request(prompt_token_ids, sampling, self.limits)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(names.get(error.field, error.field), error.message) from None
 
     def generate(
         self,
@@ -194,7 +205,8 @@ class InferenceService:
         self._client.abort(RequestId(request_id))
 
     def close(self) -> None:
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._tokenizing, self._tokenizing_aside):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def _text_outputs(self, request: Request) -> AsyncGenerator[list[TextOutput], None]:
         sampling = request.sampling
@@ -228,6 +240,10 @@ class InferenceService:
                         yield pieces
                     if not detokenizers:
                         return
+            except RequestAbortedError:
+                if self._live.is_draining:
+                    raise DrainingError("the service is stopping, and the request was aborted") from None
+                raise
             finally:
                 if is_cut and not detokenizers:
                     self._end_in_background(stream)
@@ -249,6 +265,15 @@ class InferenceService:
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
+
+    async def _aside(self, function: Callable[[], T]) -> T:
+        if self._num_aside >= MAX_ASIDE:
+            raise OverloadedError(f"{MAX_ASIDE} texts wait to be tokenised already; try again later")
+        self._num_aside += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing_aside, function)
+        finally:
+            self._num_aside -= 1
 
 
 def prompt_only(generation: Generation) -> Generation:
@@ -278,7 +303,9 @@ def _to_text(output: SequenceOutput, detokenizer: Detokenizer, *, shows_end: boo
     if reason is FinishReason.ERROR:
         raise GenerationFailedError(output.error or "the worker could not finish the request")
     if reason is FinishReason.ABORT:
-        raise RequestAbortedError("the request was aborted: its worker stopped, or somebody ended it")
+        if output.error is not None:
+            raise EngineStoppedError(output.error)
+        raise RequestAbortedError("the request was aborted")
     visible = output.token_ids[:-1] if reason is FinishReason.STOP and not shows_end else output.token_ids
     num_tokens_before = detokenizer.num_tokens
     text = detokenizer.push(visible, is_last=reason is not None)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ _KEEPALIVE = [
 ]
 _MAX_COMMANDS = 4096
 _RECONNECT_S = 0.2
+_NEWS_S = 5 * _RECONNECT_S
+"""A session that lasted so long is missed; after that it is only still not there."""
 _SCRAPE_DEADLINE_S = 2.0
 
 
@@ -151,12 +154,17 @@ class WorkerSessions:
 
     async def _keep(self, endpoint: WorkerEndpoint) -> None:
         """Hold the session; dial again for as long as the worker is routable."""
+        loop = asyncio.get_running_loop()
+        last_end_s = -math.inf
         try:
             while True:
                 try:
                     await self._run(endpoint)
                 except grpc.aio.AioRpcError as error:
-                    logger.info("session with %s ended: %s", endpoint.address, error.details())
+                    is_news = loop.time() - last_end_s > _NEWS_S
+                    level = logging.INFO if is_news else logging.DEBUG
+                    logger.log(level, "session with %s ended: %s", endpoint.address, error.details())
+                    last_end_s = loop.time()
                 if endpoint not in self._routable:
                     return
                 await asyncio.sleep(_RECONNECT_S)

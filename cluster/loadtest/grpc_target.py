@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import grpc
 
-from pagoda.cluster.loadtest.target import TOKENIZE_TIMEOUT_S, Answer, LoadRequest, SendError, TargetError
+from pagoda.cluster.loadtest.target import TOKENIZE_TIMEOUT_S, Answer, LoadRequest, SendError, TargetError, check_counts
 from pagoda.proto import inference_pb2 as pb
 from pagoda.proto.inference_pb2_grpc import InferenceStub
 
@@ -77,6 +77,7 @@ class GrpcTarget:
             raise SendError(_kind(error), error.details() or "") from error
         if answer.finish_reason is None:
             raise SendError("cut", "ended without a finish reason")
+        check_counts(answer, request.max_tokens)
 
     def _generate(self, request: LoadRequest, sampling: pb.Sampling) -> pb.GenerateRequest:
         if isinstance(request.prompt, str):

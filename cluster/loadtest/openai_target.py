@@ -9,12 +9,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import aiohttp
 
 from pagoda.cluster.chat_client import authorization, root_url
-from pagoda.cluster.loadtest.target import TOKENIZE_TIMEOUT_S, Answer, LoadRequest, SendError, TargetError
-from pagoda.cluster.openai_stream import EventSplitter, NotAnEventError, count, parse_event, problem_with_type
+from pagoda.cluster.loadtest.target import (
+    TOKENIZE_TIMEOUT_S,
+    Answer,
+    LoadRequest,
+    SendError,
+    TargetError,
+    check_counts,
+)
+from pagoda.cluster.openai_stream import (
+    EventSplitter,
+    NotAnEventError,
+    count,
+    may_begin_event,
+    parse_event,
+    problem_with_type,
+)
 
 _CONNECT_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 2.0
@@ -67,6 +82,8 @@ class OpenAITarget:
         )
         """Over a new connection each."""
         self._ending: set[asyncio.Task[None]] = set()
+        self._being_read: WeakKeyDictionary[asyncio.BaseProtocol, aiohttp.StreamReader] = WeakKeyDictionary()
+        """What the answer of each connection is read from."""
 
     async def close(self) -> None:
         await asyncio.gather(*self._ending)
@@ -103,7 +120,9 @@ class OpenAITarget:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._post(f"{self.url}/v1/{path}", body, answer)
                 try:
+                    self._watch_end(response)
                     await self._read(response, answer, most_pieces)
+                    check_counts(answer, request.max_tokens)
                 except BaseException:
                     response.close()
                     raise
@@ -134,6 +153,23 @@ class OpenAITarget:
         answer.num_resent += 1
         return await self._http_anew.post(url, json=body, allow_redirects=False)
 
+    def _watch_end(self, response: aiohttp.ClientResponse) -> None:
+        """Let a reader know of bytes that are no HTTP: aiohttp closes the connection then, but tells nobody."""
+        if response.connection is None or (protocol := response.connection.protocol) is None:
+            return  # all of it is here
+        is_known = protocol in self._being_read
+        self._being_read[protocol] = response.content
+        if is_known or protocol.closed is None:
+            return
+
+        def closed(end: asyncio.Future[None]) -> None:
+            end.exception()  # what it says, aiohttp has told the reader
+            content = self._being_read.pop(protocol)
+            if not content.is_eof() and content.exception() is None:
+                content.set_exception(ValueError("bytes that are no HTTP"))
+
+        protocol.closed.add_done_callback(closed)
+
     async def _read(self, response: aiohttp.ClientResponse, answer: Answer, most_pieces: int) -> None:
         if response.status != 200:
             raise SendError(f"http_{response.status}", await _detail(response))
@@ -148,15 +184,19 @@ class OpenAITarget:
                 raise SendError("garbage", f"an event of more than {_MAX_EVENT_BYTES} bytes")
             if len(answer.piece_s) > most_pieces or num_events > most_pieces + _MORE_EVENTS:
                 raise SendError("garbage", "goes on and on beyond max_tokens")
+        is_rubbish = False
         if splitter.rest.strip() and not is_done:
-            with suppress(NotAnEventError):  # cut in the middle
+            try:
                 parse_event(splitter.rest)
                 is_done = take_event(splitter.rest, answer, self._clock())
+            except NotAnEventError:  # cut in the middle, if it is anything
+                is_rubbish = not answer.piece_s and not may_begin_event(splitter.rest)
         answer.end_s = self._clock()
         if answer.finish_reason is None:
             if not answer.piece_s and (problem := problem_with_type(response.headers.get("Content-Type"))):
                 raise SendError("garbage", problem)
-            raise SendError("cut" if not is_done or answer.piece_s else "garbage", "ended without a finish reason")
+            is_cut = not is_rubbish and (not is_done or answer.piece_s)
+            raise SendError("cut" if is_cut else "garbage", "ended without a finish reason")
 
     async def tokenize(self, request: LoadRequest) -> list[int] | None:
         if not request.messages and not isinstance(request.prompt, str):

@@ -50,6 +50,15 @@ class Answer:
     """Times that it was sent again, since a connection from before was found closed."""
 
 
+def check_counts(answer: Answer, max_tokens: int) -> None:
+    """Raise `SendError` for counts that cannot be, before they get into any figure. One token more may be its end."""
+    if (answer.num_output_tokens or 0) > max_tokens + 1:
+        raise SendError("garbage", f"counts {answer.num_output_tokens} tokens where {max_tokens} were allowed")
+    prompt, cached = answer.num_prompt_tokens, answer.num_cached_tokens
+    if prompt is not None and cached is not None and cached > prompt:
+        raise SendError("garbage", f"counts {cached} of {prompt} tokens as cached")
+
+
 class SendError(Exception):
     """A request failed. `kind` is one of those above."""
 

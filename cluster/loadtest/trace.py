@@ -53,7 +53,7 @@ def read_trace(path: Path, *, max_rows: int | None = None) -> Trace:
     rows: list[TraceRow] = []
     bad, problem = Counter[str](), ""
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
             for number, line in enumerate(file, 1):
                 if max_rows is not None and len(rows) == max_rows:
                     break

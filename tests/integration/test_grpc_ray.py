@@ -121,6 +121,45 @@ def test_bad_requests_name_the_field(inference: Any, fields: dict[str, Any], cod
     assert generate(inference, sampling=pb.Sampling(max_tokens=1))
 
 
+@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe"])
+@pytest.mark.parametrize(("method", "kind"), [("Generate", "GenerateRequest"), ("Tokenize", "TokenizeRequest")])
+def test_bytes_that_are_no_request(
+    service: Service, channel: grpc.Channel, method: str, kind: str, data: bytes
+) -> None:
+    """Rubbish, and text that is not UTF-8: the client's mistake like any other, and counted as one."""
+    labels = (f'method="{method}"', 'code="INVALID_ARGUMENT"')
+    before = value(service, "grpc_requests_total", *labels)
+    call = (channel.unary_stream if method == "Generate" else channel.unary_unary)(f"/pagoda.v1.Inference/{method}")
+    code, details = status_of(lambda: list(call(data, timeout=DEADLINE_S)))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details.startswith("request: ")
+    assert f"pagoda.v1.{kind}" in details
+    assert value(service, "grpc_requests_total", *labels) == before + 1
+
+
+def test_too_long_conversations_are_only_tokenised(inference: Any) -> None:
+    """And named as the client wrote them."""
+    messages = [pb.Message(role="user", content="a b " * 50_100)]
+    conversation = pb.Conversation(messages=messages)
+    answer = inference.Tokenize(pb.TokenizeRequest(model=MODEL, conversation=conversation), timeout=DEADLINE_S)
+    assert len(answer.token_ids) > answer.max_model_len
+    request = pb.ChatRequest(model=MODEL, messages=messages)
+    code, details = status_of(lambda: list(inference.Chat(request, timeout=DEADLINE_S)))
+    assert (code, details[:9]) == (grpc.StatusCode.INVALID_ARGUMENT, "messages:")
+
+
+def test_samples_share_what_was_cached(inference: Any) -> None:
+    """Sample 1 finds what sample 0 has just computed, which is no hit."""
+    request = pb.ChatRequest(
+        model=MODEL,
+        messages=[pb.Message(role="user", content="never said before " * 40)],
+        sampling=pb.Sampling(n=2, max_tokens=2, ignore_eos=True),
+    )
+    ends = [answer for answer in inference.Chat(request, timeout=DEADLINE_S) if answer.finish_reason]
+    one, other = [answer.usage for answer in ends]
+    assert one.cached_tokens == other.cached_tokens <= 32 < one.prompt_tokens, "no more than the system prompt"
+
+
 def test_clients_mistake_leaves_no_stack_trace(service: Service, inference: Any) -> None:
     """Serve writes two for whatever a method raises, unless it is kept from that.
 

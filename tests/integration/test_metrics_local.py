@@ -12,6 +12,7 @@ from local_server import LocalServer, serve_locally, tiny_engine_config, wait_un
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagoda.cluster.ingress import metrics as ingress_metrics
+from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
 from pagoda.worker import metrics as worker_metrics
 from pagoda.worker.config import CacheConfig, SchedulerConfig
 
@@ -191,11 +192,15 @@ def test_requests_that_no_worker_sees(server: LocalServer) -> None:
             server.http.get(f"/made/up/{number}")
         server.http.get("/v1/models/unknown")
         server.http.post(CHAT, content=b"{")
+        server.http.post(COMPLETIONS, content=b"{", headers={"X-Request-Id": "not one"})
+        server.http.post(COMPLETIONS, content=b" " * (MAX_BODY_BYTES + 1))
 
     assert change(server, ask) == {
         "http_requests_total{path=other,status=404}": 3,
         "http_requests_total{path=/v1/models/{model:path},status=404}": 1,
         f"http_requests_total{{path={CHAT},status=400}}": 1,
+        f"http_requests_total{{path={COMPLETIONS},status=400}}": 1,
+        f"http_requests_total{{path={COMPLETIONS},status=413}}": 1,
     }
 
 

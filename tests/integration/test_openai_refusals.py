@@ -59,7 +59,7 @@ def test_body_that_is_no_request(server: LocalServer, path: str, content: bytes,
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": "x " * MAX_MODEL_LEN}]}, "prompt"),
+        ({"messages": [{"role": "user", "content": "x " * MAX_MODEL_LEN}]}, "messages"),
         ({"max_tokens": MAX_MODEL_LEN}, "max_tokens"),
         ({"max_tokens": 10**30}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -184,6 +184,24 @@ def test_long_input_is_not_sent_back(server: LocalServer, fields: dict[str, Any]
     assert 400 <= response.status_code < 500
     assert len(response.text) < 2000
     assert len(response.json()["error"]["message"]) <= MAX_MESSAGE
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a " * MAX_MODEL_LEN}]}, "messages"),
+        (CHAT, {"messages": HELLO, "max_tokens": 10**6}, "max_tokens"),
+        (CHAT, {"messages": HELLO, "max_completion_tokens": 10**6}, "max_completion_tokens"),
+        (CHAT, {"messages": HELLO, "n": 50}, "n"),
+        (COMPLETIONS, {"prompt": "a " * MAX_MODEL_LEN}, "prompt"),
+        (COMPLETIONS, {"prompt": "a", "n": 50}, "n"),
+        (COMPLETIONS, {"prompt": ["a", "b"], "n": 50}, "prompt"),
+    ],
+)
+def test_too_much_is_named_as_it_was_written(
+    server: LocalServer, path: str, fields: dict[str, Any], param: str
+) -> None:
+    assert_is_error(post(server, path, json.dumps({"model": MODEL} | fields)), 400, param)
 
 
 def test_long_path_is_not_logged(server: LocalServer, caplog: pytest.LogCaptureFixture) -> None:

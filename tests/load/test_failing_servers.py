@@ -29,6 +29,12 @@ from pagoda.cluster.loadtest.runner import LoadOptions, LoadRunner
 from pagoda.cluster.loadtest.target import Answer, LoadRequest, SendError, TargetError
 from pagoda.cluster.loadtest.workloads import Session, Turn
 
+CHUNKED = head()[:-2] + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
 
 @dataclass(frozen=True, slots=True)
 class Questions:
@@ -87,6 +93,17 @@ FAILURES: dict[str, tuple[str, Script]] = {
     "not UTF-8": ("garbage", [head(), b"data: \xff\xfe{}\n\n"]),
     "somewhere else": ("http_307", [b"HTTP/1.1 307 X\r\nLocation: /elsewhere\r\nConnection: close\r\n\r\n"]),
     "goes on and on": ("garbage", [head(), *[text("a")] * 100_000]),
+    "no event at all": ("garbage", [head(), b"what is this\n"]),
+    "the beginning of an event": ("cut", [head(), b'data: {"cho']),
+    "half a field's name": ("cut", [head(), b"da"]),
+    "more tokens than allowed": ("garbage", [head(), text("a", "stop"), usage(prompt=1, output=2**31 - 1), DONE]),
+    "more cached than there are": ("garbage", [head(), text("a", "stop"), usage(prompt=9, output=1, cached=10), DONE]),
+    "a bad chunk": ("garbage", [CHUNKED + b"zz\r\nfoo\r\n"]),
+    "a bad chunk later": ("garbage", [CHUNKED, 0.05, b"zz\r\nfoo\r\n"]),
+    "a bad chunk and no end": ("garbage", [CHUNKED, 0.05, b"zz\r\nfoo\r\n", HANG]),
+    "a bad chunk behind a good one": ("garbage", [CHUNKED, chunk(text("a")), 0.05, b"zz\r\nfoo\r\n"]),
+    "chunks that are none": ("garbage", [CHUNKED, 0.05, text("a"), DONE]),
+    "a chunk that is cut": ("reset", [CHUNKED, chunk(text("a")), 0.05, b"ff\r\nfoo"]),
     "wrong length": ("reset", [b"HTTP/1.1 200 X\r\nContent-Length: 1000\r\n\r\n", text("a")]),
 }
 

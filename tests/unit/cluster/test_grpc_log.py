@@ -34,7 +34,7 @@ def counted(metrics: IngressMetrics) -> list[str]:
 
 
 def test_line_of_an_answer(log: GrpcLog, metrics: IngressMetrics, caplog: pytest.LogCaptureFixture) -> None:
-    with log.call("Generate") as record:
+    with log.call("Generate", None) as record:
         record.follow(lambda: AnswerCounts("job-1", 30, 16, 7, ["stop", None]))
         record.tokens_arrive()
         record.tokens_arrive()
@@ -63,7 +63,7 @@ def test_code_is_how_the_call_ended(
     log: GrpcLog, metrics: IngressMetrics, caplog: pytest.LogCaptureFixture, error: BaseException, code: str
 ) -> None:
     """And is the one that the client gets; the error goes on to whoever answers for it."""
-    with pytest.raises(type(error)), log.call("Chat"):
+    with pytest.raises(type(error)), log.call("Chat", None):
         raise error
     assert caplog.messages == [f"Chat {code} duration_ms=1000.0"]
     assert [record.exc_info for record in caplog.records] == [None]
@@ -82,9 +82,9 @@ def test_long_details_are_cut() -> None:
 
 
 def test_probes_show_at_debug(log: GrpcLog, metrics: IngressMetrics, caplog: pytest.LogCaptureFixture) -> None:
-    with log.call("Check"):
+    with log.call("Check", None):
         pass
     assert (caplog.messages, len(counted(metrics))) == ([], 1)
-    with caplog.at_level(logging.DEBUG, logger="pagoda"), log.call("Watch"):
+    with caplog.at_level(logging.DEBUG, logger="pagoda"), log.call("Watch", None):
         pass
     assert caplog.messages == ["Watch OK duration_ms=1000.0"]

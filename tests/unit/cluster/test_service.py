@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 from ascii_service import LIMITS, AsciiTokenizer, FakeWorkerClient, logprobs, out, service
 
+from pagoda.cluster.ingress.live_requests import DrainingError
 from pagoda.cluster.ingress.service import (
+    MAX_ASIDE,
     GenerationFailedError,
     InferenceService,
+    RequestAbortedError,
     TextOutput,
     prompt_only,
 )
@@ -206,6 +209,25 @@ async def test_abort_by_the_worker_is_raised() -> None:
     assert client.is_closed
 
 
+async def test_worker_that_stops_is_not_somebody_who_aborts() -> None:
+    """A client may try again elsewhere."""
+    with pytest.raises(EngineStoppedError, match="the worker stopped") as error:
+        await texts(FakeWorkerClient([out(0, "a")], [out(0, "", ABORT, error="the worker stopped")]))
+    assert not isinstance(error.value, RequestAbortedError)
+
+
+async def test_service_that_stops_is_not_somebody_who_aborts() -> None:
+    tested = InferenceService(AsciiTokenizer(), client := FakeWorkerClient([out(0, "a")], [out(0, "", ABORT)]), LIMITS)  # type: ignore[arg-type]
+    outputs = tested.generate([1], SamplingParams()).outputs
+    await anext(outputs)
+    client.abort = lambda _: None  # type: ignore[method-assign]
+    draining = asyncio.create_task(tested.drain(0.0))
+    await asyncio.sleep(0)
+    with pytest.raises(DrainingError):
+        await anext(outputs)
+    await draining
+
+
 async def test_refusal_by_the_worker_is_raised() -> None:
     with pytest.raises(OverloadedError, match="busy"):
         await texts(FakeWorkerClient(error=OverloadedError("busy")))
@@ -248,6 +270,44 @@ async def test_encoding_leaves_the_event_loop_free() -> None:
         with pytest.raises(InvalidRequestError, match="tokens: token ids must be in"):
             await tested.decode(token_ids, skip_special_tokens=False)
     tested.close()
+
+
+class HangingTokenizer(AsciiTokenizer):
+    """Takes its time with texts that are no prompts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = threading.Event()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        if max_tokens is None:
+            assert self.may_end.wait(DEADLINE_S)
+        return super().encode(text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
+
+
+async def test_prompts_do_not_wait_for_other_texts() -> None:
+    """Of which only so many wait."""
+    tokenizer = HangingTokenizer()
+    tested = InferenceService(tokenizer, FakeWorkerClient(), LIMITS)  # type: ignore[arg-type]
+    others = [asyncio.create_task(tested.tokenize("a")) for _ in range(MAX_ASIDE)]
+    try:
+        assert await asyncio.wait_for(tested.encode("b"), DEADLINE_S) == [94, 98]
+        with pytest.raises(OverloadedError):
+            await tested.tokenize_chat([{"content": "a"}])
+    finally:
+        tokenizer.may_end.set()
+    assert await asyncio.gather(*others) == [[94, 97]] * MAX_ASIDE
+    assert await tested.tokenize("c") == [94, 99]
+
+
+async def test_check_names_what_the_client_wrote() -> None:
+    tested = service(FakeWorkerClient())
+    with pytest.raises(InvalidRequestError) as error:
+        tested.check([1] * 1000, SamplingParams(), names={"prompt": "messages"})
+    assert error.value.field == "messages"
+    with pytest.raises(InvalidRequestError) as error:
+        tested.check([1], SamplingParams(max_tokens=1000), names={"prompt": "messages"})
+    assert error.value.field == "max_tokens"
 
 
 async def test_check_uses_the_engine_limits() -> None:

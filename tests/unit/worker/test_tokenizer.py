@@ -1,6 +1,7 @@
 """The model's tokenizer and chat template, and what happens where they are missing or refuse."""
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,10 @@ class Counting:
         self.num_chars += len(text)
         return self._encoder.encode(text)
 
+    def ids(self, text: str) -> Any:
+        self.num_chars += len(text)
+        return self._encoder.ids(text)
+
 
 def test_text_that_is_far_too_long_is_not_tokenised(folder: Path) -> None:
     """Of a million characters a few show that they cannot fit; who comes next need not wait for the rest."""
@@ -160,6 +165,16 @@ def test_long_text_of_few_tokens_is_tokenised(tmp_path: Path) -> None:
     text = "a" * 900
     assert len(tokenizer.encode(text, max_tokens=900)) == 900
     assert len(tokenizer.encode(text, max_tokens=890)) == 900, "whether it fits is judged by who has all tokens"
+
+
+def test_prompts_and_other_texts_have_the_same_tokens(folder: Path) -> None:
+    """Encoded one way or the other, and from several threads at once: prompts on one, all else on any."""
+    tokenizer = Tokenizer(folder)
+    texts = [f"{number} <s>日本 🙂 a  b\n" * (number + 1) for number in range(40)]
+    with ThreadPoolExecutor(1) as prompts, ThreadPoolExecutor(3) as others:
+        remembered = prompts.map(lambda text: tokenizer.encode(text, max_tokens=10_000), texts)
+        forgotten = others.map(tokenizer.encode, texts)
+        assert list(remembered) == list(forgotten)
 
 
 def test_text_that_need_not_fit_is_bounded(folder: Path) -> None:

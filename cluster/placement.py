@@ -4,7 +4,7 @@ Everything is in seconds, and everything is measured by the workers, so nothing 
 
     cost = max(queue_s, restore_s) + prefill_s + block_wait_s + decode_penalty_s + eviction_s + crowding_s
 
-    queue_s           computing the prompts that wait there already
+    queue_s           computing the prompts that wait there already, and where more wait than can run, until others end
     restore_s         bringing blocks up from lower tiers, which overlaps with waiting
     prefill_s         computing what of the prompt is not cached there
     block_wait_s      until blocks are free that it lacks
@@ -41,8 +41,10 @@ class WorkerRates:
     prefill_s_per_token: float = 1e-4
     prefill_s_per_token_and_context: float = 0.0
     """For each token, for each token before it."""
+    step_base_s: float = 0.0
+    """That a step takes whatever it computes."""
     step_s_per_sequence: float = 0.0
-    """By which a step grows with each sequence that decodes."""
+    """By which it grows with each sequence that decodes."""
     released_blocks_per_s: float = 0.0
     """0 if nothing has ended yet."""
     restore_s_per_token: float = 0.0
@@ -214,16 +216,16 @@ def _costs(prompt: Prompt, candidates: Sequence[Candidate]) -> list[_Terms]:
         num_rest = num_tokens - num_cached
         # Samples share the prompt's full blocks, and each has an open one.
         num_new_blocks = num_full_blocks - num_cached_blocks + num_samples
-        num_output = rates.mean_output_tokens or DEFAULT_OUTPUT_TOKENS
-        if most_output is not None and most_output < num_output:
-            num_output = most_output
+        mean_output = rates.mean_output_tokens or DEFAULT_OUTPUT_TOKENS
+        num_output = mean_output if most_output is None or most_output > mean_output else most_output
         longer_s = rates.step_s_per_sequence * num_output
         per_token_s, per_pair_s = rates.prefill_s_per_token, rates.prefill_s_per_token_and_context
         num_ahead, num_places = load.num_sequences, load.max_num_seqs
         queue_s = candidate.queue_s
         if num_ahead + num_samples > num_places:
-            # What cannot run at once waits for a place as well as for its prompt.
-            queue_s += (num_ahead + num_samples - num_places) * longer_s
+            # What cannot run at once waits for a place as well as for its prompt: until others' answers are whole.
+            place_s = mean_output * (rates.step_base_s / num_places + rates.step_s_per_sequence)
+            queue_s += (num_ahead + num_samples - num_places) * place_s
             num_ahead = min(num_ahead, num_places)
         block_wait_s = eviction_s = 0.0
         if num_new_blocks > load.num_empty_blocks:

@@ -125,7 +125,7 @@ class LoadReport(_message.Message):
     def __init__(self, num_uncached_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_empty_blocks: _Optional[int] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., admitted: _Optional[_Iterable[str]] = ..., finished: _Optional[_Iterable[str]] = ..., is_complete: _Optional[bool] = ..., last_seq: _Optional[int] = ...) -> None: ...
 
 class Rates(_message.Message):
-    __slots__ = ("prefill_s_per_token", "prefill_s_per_token_and_context", "step_s_per_sequence", "released_blocks_per_s", "restore_s_per_token", "evicted_hit_ratio", "mean_output_tokens", "busy_ratio")
+    __slots__ = ("prefill_s_per_token", "prefill_s_per_token_and_context", "step_s_per_sequence", "released_blocks_per_s", "restore_s_per_token", "evicted_hit_ratio", "mean_output_tokens", "busy_ratio", "step_base_s")
     PREFILL_S_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_PER_TOKEN_AND_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     STEP_S_PER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class Rates(_message.Message):
     EVICTED_HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
     MEAN_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BUSY_RATIO_FIELD_NUMBER: _ClassVar[int]
+    STEP_BASE_S_FIELD_NUMBER: _ClassVar[int]
     prefill_s_per_token: float
     prefill_s_per_token_and_context: float
     step_s_per_sequence: float
@@ -142,7 +143,8 @@ class Rates(_message.Message):
     evicted_hit_ratio: float
     mean_output_tokens: float
     busy_ratio: float
-    def __init__(self, prefill_s_per_token: _Optional[float] = ..., prefill_s_per_token_and_context: _Optional[float] = ..., step_s_per_sequence: _Optional[float] = ..., released_blocks_per_s: _Optional[float] = ..., restore_s_per_token: _Optional[float] = ..., evicted_hit_ratio: _Optional[float] = ..., mean_output_tokens: _Optional[float] = ..., busy_ratio: _Optional[float] = ...) -> None: ...
+    step_base_s: float
+    def __init__(self, prefill_s_per_token: _Optional[float] = ..., prefill_s_per_token_and_context: _Optional[float] = ..., step_s_per_sequence: _Optional[float] = ..., released_blocks_per_s: _Optional[float] = ..., restore_s_per_token: _Optional[float] = ..., evicted_hit_ratio: _Optional[float] = ..., mean_output_tokens: _Optional[float] = ..., busy_ratio: _Optional[float] = ..., step_base_s: _Optional[float] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ()

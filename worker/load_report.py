@@ -31,6 +31,7 @@ class MeasuredRates:
 
     prefill_s_per_token: float = 0.0
     prefill_s_per_token_and_context: float = 0.0
+    step_base_s: float = 0.0
     step_s_per_sequence: float = 0.0
     released_blocks_per_s: float = 0.0
     evicted_hit_ratio: float = 0.0
@@ -125,6 +126,7 @@ class LoadReporter:
         self._rates = MeasuredRates(
             prefill_s_per_token=costs.per_prefill_token_s + costs.base_s / scheduler.config.max_num_batched_tokens,
             prefill_s_per_token_and_context=costs.per_pair_s,
+            step_base_s=costs.base_s,
             step_s_per_sequence=costs.per_decode_s,
             released_blocks_per_s=_mixed(
                 rates.released_blocks_per_s, now.num_released - last.num_released, now.at_s - last.at_s

@@ -60,6 +60,7 @@ class WorkerRecord:
             measured = WorkerRates(
                 prefill_s_per_token=rates.prefill_s_per_token,
                 prefill_s_per_token_and_context=rates.prefill_s_per_token_and_context,
+                step_base_s=rates.step_base_s,
                 step_s_per_sequence=rates.step_s_per_sequence,
                 released_blocks_per_s=rates.released_blocks_per_s,
                 restore_s_per_token=rates.restore_s_per_token,

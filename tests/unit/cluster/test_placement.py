@@ -20,6 +20,7 @@ BLOCK = 16
 RATES = WorkerRates(
     prefill_s_per_token=1e-3,
     prefill_s_per_token_and_context=1e-7,
+    step_base_s=4e-3,
     step_s_per_sequence=1e-3,
     released_blocks_per_s=100.0,
     restore_s_per_token=1e-4,
@@ -40,6 +41,17 @@ def first(*candidates: Candidate, prompt: Prompt = PROMPT, seed: int = 0) -> str
     return placement.ranked[0]
 
 
+def test_a_short_answer_does_not_wait_for_long_ones() -> None:
+    """Scenario: all samples of one large request wait on a worker; its prefix is there, but who comes waits for them.
+
+    How long it waits depends on their length, and on what a step takes even if it grows with none of them.
+    """
+    rates = replace(RATES, step_base_s=20e-3, step_s_per_sequence=0.0)
+    full = worker("full", cached=60, rates=rates, num_sequences=128)
+    assert first(full, worker("idle", rates=rates), prompt=replace(PROMPT, max_output_tokens=1)) == "idle"
+    assert cost_of(replace(PROMPT, max_output_tokens=1), full).queue_s == pytest.approx(121 * 50 * 20e-3 / 8)
+
+
 def test_each_term() -> None:
     """By hand."""
     busy = worker(
@@ -47,7 +59,7 @@ def test_each_term() -> None:
         num_uncached_tokens=200, num_sequences=8, num_free_blocks=20, num_empty_blocks=5,
     )  # fmt: skip
     cost = cost_of(PROMPT, busy)
-    assert cost.queue_s == pytest.approx(200 * 1e-3 + 1e-7 * 200 * 100 / 8 + 1 * 50 * 1e-3)
+    assert cost.queue_s == pytest.approx(200 * 1e-3 + 1e-7 * 200 * 100 / 8 + 1 * 50 * (4e-3 / 8 + 1e-3))
     assert cost.restore_s == pytest.approx(10 * BLOCK * 1e-4)
     assert cost.prefill_s == pytest.approx(520 * 1e-3 + 1e-7 * 520 * (480 + 260))
     assert cost.block_wait_s == pytest.approx((62 - 30 + 1 - 20) / 100)

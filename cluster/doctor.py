@@ -168,12 +168,12 @@ def check_cpu_kernels() -> Finding:
     from pagoda.kernels.cpu.build import BuildError, compilers, is_built, supported_instruction_sets
 
     best = supported_instruction_sets()[0]
-    if is_built(best):
-        return Finding("kernels", "ok", f"C++ for {best.name}, built")
     try:
+        if is_built(best):
+            return Finding("kernels", "ok", f"C++ for {best.name}, built")
         compilers()
     except BuildError as error:
-        advice = "install g++ (Debian: apt install g++); until then PyTorch's operators serve, several times slower"
+        advice = "C++ needs g++ (Debian: apt install g++) and a home; until then PyTorch's operators serve, much slower"
         return Finding("kernels", "warning", str(error), advice)
     return Finding("kernels", "ok", f"C++ for {best.name}, built by the first worker, in some ten seconds")
 

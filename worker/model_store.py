@@ -53,7 +53,17 @@ class KnownModel:
 
 
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_STORE = Path.home() / ".cache" / "pagoda" / "models"
+
+
+def _home() -> Path:
+    """Users without one, as containers may have, can still name another folder."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/")
+
+
+DEFAULT_STORE = _home() / ".cache" / "pagoda" / "models"
 KNOWN_MODELS = {
     model.name: model
     for model in (

@@ -36,6 +36,7 @@ struct FeedForwardBlock {
     float eps;
 };
 
+// `x` has rows of exactly the weight's depth, which packing has left as it was: `operators.py` sees to it.
 template <class T>
 LinearArguments<T> applied(const LinearArguments<T>& weight, const T* x, int64_t rows, T* out) {
     LinearArguments<T> arguments = weight;
@@ -43,6 +44,7 @@ LinearArguments<T> applied(const LinearArguments<T>& weight, const T* x, int64_t
     arguments.rows = rows;
     arguments.x_stride = weight.depth;
     arguments.out = out;
+    arguments.wide_out = nullptr;
     return arguments;
 }
 

@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-DEFAULT_FOLDER = Path.home() / ".cache" / "pagoda" / "kernels"
 _COMPILERS = ("c++", "g++", "clang++")
 """Tried in this order."""
 _COMPILE_LIMIT_S = 300
@@ -68,8 +67,17 @@ def supported_instruction_sets() -> list[InstructionSet]:
     return [candidate for candidate in INSTRUCTION_SETS if candidate.cpu_flags <= cpu_flags()]
 
 
-def library(instruction_set: InstructionSet, folder: Path = DEFAULT_FOLDER) -> Path:
-    """The compiled library, built if `folder` does not have it whole. Raises `BuildError`."""
+def default_folder() -> Path:
+    """In the user's cache. Raises `BuildError` if the user has no home."""
+    try:
+        return Path.home() / ".cache" / "pagoda" / "kernels"
+    except RuntimeError as error:
+        raise BuildError(f"there is no folder to keep them in: {error}; set HOME") from error
+
+
+def library(instruction_set: InstructionSet, folder: Path | None = None) -> Path:
+    """The compiled library, built if `folder`, by default `default_folder`, does not have it. Raises `BuildError`."""
+    folder = folder or default_folder()
     path = _path(instruction_set, folder)
     if _is_whole(path):  # without a compiler, or where nothing can be written, this is enough
         return path
@@ -84,9 +92,9 @@ def library(instruction_set: InstructionSet, folder: Path = DEFAULT_FOLDER) -> P
     return path
 
 
-def is_built(instruction_set: InstructionSet, folder: Path = DEFAULT_FOLDER) -> bool:
-    """Whether `library` has nothing to do."""
-    return _is_whole(_path(instruction_set, folder))
+def is_built(instruction_set: InstructionSet, folder: Path | None = None) -> bool:
+    """Whether `library` has nothing to do. Raises `BuildError` if it has nowhere to look."""
+    return _is_whole(_path(instruction_set, folder or default_folder()))
 
 
 def compilers() -> list[str]:

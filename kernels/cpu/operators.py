@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pagoda.kernels import blocks
 from pagoda.kernels.cpu.library import (
     AttentionArguments,
     AttentionBlock,
@@ -43,13 +44,17 @@ class PackedWeight:
     dtype: torch.dtype
     num_in: int
     num_padded: int
-    """`num_in`, made even."""
+    """`num_in`, made even: rows of x must be as long, which within the halves of a layer they are not."""
     num_out: int
     arguments: LinearArguments
     address: int
     run: Any
     memory: tuple[torch.Tensor | None, ...]
     """What the arguments point at."""
+
+    @property
+    def is_padded(self) -> bool:
+        return self.num_in != self.num_padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,7 @@ class CpuOperators:
     def _multiply(self, x_TI: torch.Tensor, weight: PackedWeight) -> None:
         num_rows = len(x_TI)
         _check("x_TI", x_TI, shape=(num_rows, weight.num_in), dtype=weight.dtype)
-        if weight.num_in != weight.num_padded or x_TI.stride(1) != 1:
+        if weight.is_padded or x_TI.stride(1) != 1:
             x_TI = _padded(x_TI)
         arguments = weight.arguments
         arguments.x, arguments.rows, arguments.x_stride = x_TI.data_ptr(), num_rows, x_TI.stride(0)
@@ -168,6 +173,8 @@ class CpuOperators:
     ) -> torch.Tensor:
         self._check_cache(cache_N2PKD, plan, q_THD.dtype)
         _check("cache_N2PKD", cache_N2PKD, shape=(None, None, None, None, q_THD.shape[2]))
+        if q_THD.shape[2] % 2 and q_THD.dtype is torch.bfloat16:
+            raise ValueError(f"q_THD: in bfloat16 the size of a head must be even, is {q_THD.shape[2]}")
         if q_THD.shape[1] % cache_N2PKD.shape[3]:
             raise ValueError(f"q_THD: {q_THD.shape[1]} heads are no multiple of {cache_N2PKD.shape[3]} KV heads")
         q_THD = _whole_heads(q_THD)
@@ -224,6 +231,8 @@ class CpuOperators:
     ) -> torch.Tensor:
         num_rows, hidden_size = x_TE.shape
         qkv, output, kind = weights.qkv, weights.output, weights.kind
+        if qkv.is_padded or output.is_padded:
+            return blocks.attention_block(self, x_TE, residual_TE, weights, cos_TD, sin_TD, cache_N2PKD, plan)
         _check_half(x_TE, residual_TE, qkv, output)
         self._check_cache(cache_N2PKD, plan, x_TE.dtype)
         scratch = self._scratch(num_rows * (hidden_size + qkv.num_out + output.num_in), x_TE.dtype)
@@ -257,6 +266,8 @@ class CpuOperators:
     def feed_forward_block(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weights: FeedForwardWeights[PackedWeight]
     ) -> torch.Tensor:
+        if weights.gate_up.is_padded or weights.down.is_padded:
+            return blocks.feed_forward_block(self, x_TE, residual_TE, weights)
         num_rows, hidden_size = x_TE.shape
         _check_half(x_TE, residual_TE, weights.gate_up, weights.down)
         scratch = self._scratch(num_rows * (hidden_size + weights.gate_up.num_out), x_TE.dtype)

@@ -1,4 +1,7 @@
-"""The workload on our engine, in a process of its own: `python cpu_engine.py MODEL NUM_THREADS`."""
+"""The workload on our engine, in a process of its own: `python cpu_engine.py MODEL NUM_THREADS`.
+
+With REQUESTS and CONTEXT behind them it only lets so many requests go on from such prompts, for a profile.
+"""
 
 import time
 
@@ -10,11 +13,13 @@ import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from cpu_workload import MAX_MODEL_LEN, measure, report  # noqa: E402
+from cpu_workload import MAX_MODEL_LEN, measure, prompts, report  # noqa: E402
 
 from pagoda.worker.async_engine import AsyncEngine  # noqa: E402
 from pagoda.worker.config import CacheConfig, EngineConfig  # noqa: E402
 from pagoda.worker.types import Request, RequestId, SamplingParams  # noqa: E402
+
+NUM_PROFILED_TOKENS = 256
 
 
 class OfflineEngine:
@@ -48,6 +53,10 @@ class OfflineEngine:
 def main() -> None:
     engine = OfflineEngine(Path(sys.argv[1]), int(sys.argv[2]))
     engine.generate([[1, 2, 3]], 1)
+    if len(sys.argv) > 3:
+        engine.generate(prompts(int(sys.argv[3]), int(sys.argv[4]), seed=0), NUM_PROFILED_TOKENS)
+        engine.close()
+        return
     report({"load_to_first_token_s": time.perf_counter() - BEGIN} | measure(engine.generate))
     engine.close()
 

@@ -34,13 +34,13 @@ def measure(generate: Generate) -> dict[str, float]:
         generate(batch, num_output_tokens)
         return time.perf_counter() - begin
 
-    def median(count: int, length: int, num_output_tokens: int, *, num_repeats: int = NUM_REPEATS) -> float:
+    def median(count: int, length: int, num_output_tokens: int) -> float:
         say(f"{count} x {length} + {num_output_tokens}")
-        return statistics.median(seconds(count, length, num_output_tokens) for _ in range(num_repeats))
+        return statistics.median(seconds(count, length, num_output_tokens) for _ in range(NUM_REPEATS))
 
     seconds(2, 64, 8)
     result = {f"decode_b{count}_tok_s": count * 128 / median(count, 16, 128) for count in (1, 8, 32)}
-    result["decode_b32_ctx1000_tok_s"] = 32 * 64 / median(32, 1000, 64, num_repeats=1)
+    result["decode_b32_ctx1000_tok_s"] = 32 * 64 / median(32, 1000, 64)
     return result | {f"prefill_{length}_s": median(1, length, 1) for length in (512, 2048)}
 
 

@@ -102,12 +102,13 @@ def table(num_requests: int, context_len: int, model_path: Path, num_threads: in
     print(f"  {'one call a half':<24}{served_s * 1e3:8.2f} ms")
 
 
-def flame(model_path: Path, num_threads: int) -> None:
+def flame(num_requests: int, context_len: int, model_path: Path, num_threads: int) -> None:
     py_spy = Path(sys.executable).with_name("py-spy")
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     record = [str(py_spy), "record", "--native", "--rate", "200", "--output", str(OUTPUT), "--"]
     script = Path(__file__).with_name("cpu_engine.py")
-    subprocess.run([*record, sys.executable, str(script), str(model_path), str(num_threads)], check=True)
+    what = map(str, (script, model_path, num_threads, num_requests, context_len))
+    subprocess.run([*record, sys.executable, *what], check=True)
 
 
 def main() -> None:
@@ -118,7 +119,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model_path = ModelStore(Path.home() / ".cache/pagoda/models").path_of(MODEL)
     table(arguments.requests, arguments.context, model_path, arguments.threads)
-    flame(model_path, arguments.threads)
+    flame(arguments.requests, arguments.context, model_path, arguments.threads)
 
 
 if __name__ == "__main__":

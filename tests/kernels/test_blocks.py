@@ -21,11 +21,12 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> t
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
+@pytest.mark.parametrize("hidden", [HIDDEN, 41])
 @pytest.mark.parametrize("has_qk_norm", [False, True], ids=["plain", "qk norm"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_attention_block_equals_reference(
-    ops: Operators[Any, Any], heads: tuple[int, int, int], dtype: torch.dtype, has_qk_norm: bool
+    ops: Operators[Any, Any], heads: tuple[int, int, int], dtype: torch.dtype, has_qk_norm: bool, hidden: int
 ) -> None:
     num_heads, num_kv_heads, head_size = heads
     num_qkv = (num_heads + 2 * num_kv_heads) * head_size
@@ -35,21 +36,21 @@ def test_attention_block_equals_reference(
 
     def run(backend: Operators[Any, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         weights = AttentionWeights(
-            norm_E=numbers(HIDDEN, dtype=dtype, seed=1),
+            norm_E=numbers(hidden, dtype=dtype, seed=1),
             qkv=backend.pack(
-                numbers(num_qkv, HIDDEN, dtype=dtype, seed=2, scale=HIDDEN**-0.5), numbers(num_qkv, dtype=dtype, seed=3)
+                numbers(num_qkv, hidden, dtype=dtype, seed=2, scale=hidden**-0.5), numbers(num_qkv, dtype=dtype, seed=3)
             ),
             q_norm_D=numbers(head_size, dtype=dtype, seed=4) if has_qk_norm else None,
             k_norm_D=numbers(head_size, dtype=dtype, seed=5) if has_qk_norm else None,
             output=backend.pack(
-                numbers(HIDDEN, num_heads * head_size, dtype=dtype, seed=6, scale=(num_heads * head_size) ** -0.5),
+                numbers(hidden, num_heads * head_size, dtype=dtype, seed=6, scale=(num_heads * head_size) ** -0.5),
                 None,
             ),
             num_heads=num_heads,
             kind=AttentionKind(scale=head_size**-0.5),
             eps=1e-5,
         )
-        x_TE, residual_TE = numbers(num_tokens, HIDDEN, dtype=dtype, seed=7), torch.ones(num_tokens, HIDDEN)
+        x_TE, residual_TE = numbers(num_tokens, hidden, dtype=dtype, seed=7), torch.ones(num_tokens, hidden)
         cache_NL2PKD = paged.cache_NL2PKD.clone()
         plan = backend.plan(paged.batch, P, dtype)
         out_TE = backend.attention_block(
@@ -61,24 +62,46 @@ def test_attention_block_equals_reference(
         torch.testing.assert_close(actual, expected, **TOLERANCE[dtype], equal_nan=True)
 
 
-def feed_forward_weights(backend: Operators[Any, Any], dtype: torch.dtype, size: int) -> FeedForwardWeights[Any]:
+def feed_forward_weights(
+    backend: Operators[Any, Any], dtype: torch.dtype, size: int, hidden: int = HIDDEN
+) -> FeedForwardWeights[Any]:
     return FeedForwardWeights(
-        norm_E=numbers(HIDDEN, dtype=dtype, seed=1),
-        gate_up=backend.pack_gated(numbers(2 * size, HIDDEN, dtype=dtype, seed=2, scale=0.2), None, "silu"),
-        down=backend.pack(numbers(HIDDEN, size, dtype=dtype, seed=3, scale=0.1), numbers(HIDDEN, dtype=dtype, seed=4)),
+        norm_E=numbers(hidden, dtype=dtype, seed=1),
+        gate_up=backend.pack_gated(numbers(2 * size, hidden, dtype=dtype, seed=2, scale=0.2), None, "silu"),
+        down=backend.pack(numbers(hidden, size, dtype=dtype, seed=3, scale=0.1), numbers(hidden, dtype=dtype, seed=4)),
         eps=1e-5,
     )
 
 
+@pytest.mark.parametrize(("size", "hidden"), [(72, HIDDEN), (73, HIDDEN), (72, 41), (7, 3)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_feed_forward_block_equals_reference(ops: Operators[Any, Any], dtype: torch.dtype) -> None:
+def test_feed_forward_block_equals_reference(
+    ops: Operators[Any, Any], dtype: torch.dtype, size: int, hidden: int
+) -> None:
+    """Sizes that are odd, as in no model that we know, too: pairs of bfloat16 are what is multiplied."""
+
     def run(backend: Operators[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = feed_forward_weights(backend, dtype, 72)
-        x_TE, residual_TE = numbers(21, HIDDEN, dtype=dtype, seed=5), torch.ones(21, HIDDEN)
+        weights = feed_forward_weights(backend, dtype, size, hidden)
+        x_TE, residual_TE = numbers(21, hidden, dtype=dtype, seed=5), torch.ones(21, hidden)
         return backend.feed_forward_block(x_TE, residual_TE, weights), residual_TE
 
     for actual, expected in zip(run(ops), run(REFERENCE), strict=True):
         torch.testing.assert_close(actual, expected, **TOLERANCE[dtype])
+
+
+def test_block_after_a_product_of_its_weights(ops: Operators[Any, Any]) -> None:
+    """Whose result stays what it was."""
+    weights = feed_forward_weights(ops, torch.float32, 72)
+    x_TF = numbers(21, 72, dtype=torch.float32, seed=6)
+
+    def block() -> torch.Tensor:
+        x_TE = numbers(21, HIDDEN, dtype=torch.float32, seed=5)
+        return ops.feed_forward_block(x_TE, torch.ones(21, HIDDEN), weights)
+
+    before_TE, product_TE = block(), ops.linear_float32(x_TF, weights.down)
+    kept_TE = product_TE.clone()
+    assert torch.equal(block(), before_TE)
+    assert torch.equal(product_TE, kept_TE)
 
 
 def test_threads_that_lose_their_cores_lose_no_work() -> None:

@@ -73,6 +73,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype of queries": (lambda: attend(ones(3, 4, 16, dtype=BF16)), "cache_N2PKD: must be torch.bfloat16"),
     "number of heads": (lambda: attend(ones(3, 3, 16)), "q_THD: 3 heads"),
     "block size": (lambda: attend(ones(3, 4, 16), block_size=P + 1), "cache_N2PKD: must be of shape"),
+    "odd size of a head": (
+        lambda: attend(ones(3, 4, 7, dtype=BF16), cache=lambda _: ones(4, 2, P, 2, 7, dtype=BF16)),
+        "q_THD: in bfloat16 the size of a head must be even",
+    ),
     "layout of a cache": (
         lambda: attend(ones(3, 4, 16), cache=lambda cache: cache.transpose(2, 3).contiguous().transpose(2, 3)),
         "cache_N2PKD: must be contiguous",

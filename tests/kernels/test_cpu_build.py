@@ -136,6 +136,18 @@ def test_without_a_compiler_torch_serves(
     assert ["c++" in record.getMessage() for record in caplog.records] == [True]
 
 
+def test_without_a_home_torch_serves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As for a user whom the system does not know."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(operators_for(torch.device("cpu"), torch.bfloat16, 2), TorchOperators)
+    assert ["set HOME" in record.getMessage() for record in caplog.records] == [True]
+
+
 def test_compiler_that_does_not_know_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next best is used, and nobody is warned."""
     unknown = build.InstructionSet("future", ("-march=future",), frozenset())

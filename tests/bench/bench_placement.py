@@ -1,8 +1,9 @@
 """Where requests go, and what that is worth: build/bench/placement.json and .svg.
 
-Three workers with the real model and small KV pools, and conversations that together need more than one pool holds. The
-same requests, in turn, placed by the directory, by Serve's choice of the less loaded of two, and by Ray's own
-prefix router. Medians over the repeats:
+Three workers with the real model and small KV pools, and conversations that together need more than one pool holds and
+about as much work as one worker can do. All begin with one system prompt, as those of an application do. The same
+requests, in turn, placed by the directory, by Serve's choice of the less loaded of two, and by Ray's own prefix router.
+Medians over the repeats:
 
     hit_ratio_over_ideal      prompt tokens found in caches, over what one LRU cache as large as all pools would find
     ttft_mean_vs_pow2, ttft_p90_vs_pow2, ttft_mean_vs_ray_prefix      how many times as long the others take
@@ -33,11 +34,11 @@ from pagoda.worker.model_store import DEFAULT_MODEL
 
 OUTPUT = Path("build/bench/placement.json")
 NUM_WORKERS = 3
-KV_CACHE_GIB = 0.1
+KV_CACHE_GIB = 0.17
 WORKLOAD = ChatWorkload(
-    num_turns=6, num_system_prompts=4, system_tokens=300, user_tokens=120, output_tokens=24, pause_s=3.0
+    num_turns=6, num_system_prompts=1, system_tokens=300, user_tokens=120, output_tokens=24, pause_s=6.0
 )
-RATE, DURATION_S = 0.15, 75.0
+RATE, DURATION_S = 0.3, 75.0
 ARMS = {
     "directory": (),
     "pow2": ("--directories", "0"),

@@ -68,6 +68,8 @@ class WorkerLoad:
 
     num_uncached_tokens: int = 0
     """Of prompts, still to be computed."""
+    num_uncached_pairs: int = 0
+    """Of these and the tokens that each of them attends to."""
     num_sequences: int = 0
     """That run or wait."""
     max_num_seqs: int = 1
@@ -91,12 +93,15 @@ class Candidate:
     num_lower_blocks: int = 0
     """Of these, on lower tiers than the device."""
     queue_s: float = -1.0
-    """Computing the prompts that wait there, taken to be equally long; found out unless it is given."""
+    """Computing the prompts that wait there; found out unless it is given."""
 
     def __post_init__(self) -> None:
         if self.queue_s < 0:
-            num_prompts = max(1, self.load.num_sequences)
-            self.queue_s = num_prompts * self.rates.prefill_s(self.load.num_uncached_tokens / num_prompts, 0)
+            load, rates = self.load, self.rates
+            self.queue_s = (
+                rates.prefill_s_per_token * load.num_uncached_tokens
+                + rates.prefill_s_per_token_and_context * load.num_uncached_pairs
+            )
 
     def holding(self, num_blocks: int, num_lower_blocks: int) -> "Candidate":
         """The same worker for a prompt of which it holds so much."""

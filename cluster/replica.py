@@ -118,6 +118,7 @@ class Worker:
             load, rates = report.load, report.rates
             update = pb.LoadReport(
                 num_uncached_tokens=load.num_uncached_tokens,
+                num_uncached_pairs=load.num_uncached_pairs,
                 num_running=load.num_running,
                 num_waiting=load.num_waiting,
                 num_free_blocks=load.num_free_blocks,

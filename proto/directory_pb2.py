@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpagoda/proto/directory.proto\x12\tpagoda.v1\"\xdb\x01\n\x0cWorkerUpdate\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.pagoda.v1.HelloH\x00\x12\'\n\x06\x65vents\x18\x02 \x01(\x0b\x32\x15.pagoda.v1.EventBatchH\x00\x12\'\n\x08snapshot\x18\x03 \x01(\x0b\x32\x13.pagoda.v1.SnapshotH\x00\x12%\n\x04load\x18\x04 \x01(\x0b\x32\x15.pagoda.v1.LoadReportH\x00\x12%\n\x07goodbye\x18\x05 \x01(\x0b\x32\x12.pagoda.v1.GoodbyeH\x00\x42\x08\n\x06update\"\xae\x01\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x0f\n\x07windows\x18\x06 \x03(\r\x12\x10\n\x08last_seq\x18\x07 \x01(\x04\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\"O\n\nEventBatch\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12%\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x15.pagoda.v1.BlockEvent\"\x8f\x01\n\nBlockEvent\x12#\n\x06stored\x18\x01 \x01(\x0b\x32\x11.pagoda.v1.BlocksH\x00\x12$\n\x07removed\x18\x02 \x01(\x0b\x32\x11.pagoda.v1.BlocksH\x00\x12.\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x1b.pagoda.v1.AllBlocksClearedH\x00\x42\x06\n\x04kind\"F\n\x06\x42locks\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.pagoda.v1.Tier\x12\r\n\x05group\x18\x02 \x01(\r\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\"\x12\n\x10\x41llBlocksCleared\"l\n\x08Snapshot\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12!\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x11.pagoda.v1.Blocks\x12\x10\n\x08is_first\x18\x04 \x01(\x08\x12\x0f\n\x07is_last\x18\x05 \x01(\x08\"\xf2\x01\n\nLoadReport\x12\x1b\n\x13num_uncached_tokens\x18\x01 \x01(\x04\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x18\n\x10num_empty_blocks\x18\x05 \x01(\r\x12\x1f\n\x05rates\x18\x06 \x01(\x0b\x32\x10.pagoda.v1.Rates\x12\x10\n\x08\x61\x64mitted\x18\x07 \x03(\t\x12\x10\n\x08\x66inished\x18\x08 \x03(\t\x12\x13\n\x0bis_complete\x18\t \x01(\x08\x12\x10\n\x08last_seq\x18\n \x01(\x04\"\x86\x02\n\x05Rates\x12\x1b\n\x13prefill_s_per_token\x18\x01 \x01(\x01\x12\'\n\x1fprefill_s_per_token_and_context\x18\x02 \x01(\x01\x12\x1b\n\x13step_s_per_sequence\x18\x03 \x01(\x01\x12\x1d\n\x15released_blocks_per_s\x18\x04 \x01(\x01\x12\x1b\n\x13restore_s_per_token\x18\x05 \x01(\x01\x12\x19\n\x11\x65victed_hit_ratio\x18\x06 \x01(\x01\x12\x1a\n\x12mean_output_tokens\x18\x07 \x01(\x01\x12\x12\n\nbusy_ratio\x18\x08 \x01(\x01\x12\x13\n\x0bstep_base_s\x18\t \x01(\x01\"\t\n\x07Goodbye\"\x99\x01\n\x0c\x44irectoryAck\x12.\n\x06status\x18\x01 \x01(\x0e\x32\x1e.pagoda.v1.DirectoryAck.Status\x12\x10\n\x08last_seq\x18\x02 \x01(\x04\x12\x14\n\x0c\x64irectory_id\x18\x03 \x01(\t\"1\n\x06Status\x12\x06\n\x02OK\x10\x00\x12\x10\n\x0cOUT_OF_RANGE\x10\x01\x12\r\n\tDATA_LOSS\x10\x02\"\xc1\x01\n\x0cPlaceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x13\n\x0bnum_samples\x18\x05 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x06 \x01(\r\x12\x0f\n\x07\x65xclude\x18\x07 \x03(\t\x12\x11\n\tplaced_on\x18\x08 \x01(\t\x12\x16\n\x0ereservation_ms\x18\t \x01(\r\"N\n\rPlaceResponse\x12\x0e\n\x06ranked\x18\x01 \x03(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x1d\n\x04plan\x18\x03 \x01(\x0b\x32\x0f.pagoda.v1.Plan\"\xdb\x01\n\x04Plan\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x14\n\x0clower_tokens\x18\x02 \x01(\r\x12\x17\n\x0funcached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\trestore_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\x12\x14\n\x0c\x62lock_wait_s\x18\x07 \x01(\x01\x12\x18\n\x10\x64\x65\x63ode_penalty_s\x18\x08 \x01(\x01\x12\x12\n\neviction_s\x18\t \x01(\x01\x12\x12\n\ncrowding_s\x18\n \x01(\x01\"%\n\x0eReleaseRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x11\n\x0fReleaseResponse\".\n\rLookupRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\"8\n\x0eLookupResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.pagoda.v1.HeldPrefix\"l\n\nHeldPrefix\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x19\n\x11num_device_blocks\x18\x03 \x01(\r\x12\x1c\n\x14num_predicted_blocks\x18\x04 \x01(\r\"!\n\x0cWatchRequest\x12\x11\n\tperiod_ms\x18\x01 \x01(\r\"\x0e\n\x0cStatsRequest\"\xdf\x04\n\x0e\x44irectoryStats\x12\x14\n\x0c\x64irectory_id\x18\x01 \x01(\t\x12\x10\n\x08uptime_s\x18\x02 \x01(\x01\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.pagoda.v1.WorkerStats\x12\x13\n\x0bnum_entries\x18\x04 \x01(\x04\x12=\n\nplacements\x18\x05 \x03(\x0b\x32).pagoda.v1.DirectoryStats.PlacementsEntry\x12\x15\n\rplaced_tokens\x18\x06 \x01(\x04\x12\x1c\n\x14placed_cached_tokens\x18\x07 \x01(\x04\x12\x14\n\x0c\x62lock_events\x18\x08 \x01(\x04\x12\x14\n\x0creservations\x18\t \x01(\x04\x12H\n\x10reservation_ends\x18\n \x03(\x0b\x32..pagoda.v1.DirectoryStats.ReservationEndsEntry\x12\x19\n\x11truncated_prompts\x18\x0b \x01(\x04\x12\x42\n\rstream_events\x18\x0c \x03(\x0b\x32+.pagoda.v1.DirectoryStats.StreamEventsEntry\x1a\x31\n\x0fPlacementsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x36\n\x14ReservationEndsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x33\n\x11StreamEventsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xb6\x03\n\x0bWorkerStats\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x10\n\x08last_seq\x18\x04 \x01(\x04\x12\x10\n\x08is_exact\x18\x05 \x01(\x08\x12\x17\n\x0fnum_blocks_held\x18\x06 \x03(\x04\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x08 \x01(\r\x12\x13\n\x0bnum_running\x18\t \x01(\r\x12\x13\n\x0bnum_waiting\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x1b\n\x13num_uncached_tokens\x18\x0c \x01(\x04\x12\x17\n\x0freserved_tokens\x18\r \x01(\x04\x12\x1a\n\x12reserved_sequences\x18\x0e \x01(\r\x12\x1f\n\x05rates\x18\x0f \x01(\x0b\x32\x10.pagoda.v1.Rates\x12\x10\n\x08silent_s\x18\x10 \x01(\x01\x12\x12\n\nplacements\x18\x11 \x01(\x04\x12\x15\n\rplaced_tokens\x18\x12 \x01(\x04\x12\x1c\n\x14placed_cached_tokens\x18\x13 \x01(\x04*5\n\x04Tier\x12\x0f\n\x0bTIER_DEVICE\x10\x00\x12\r\n\tTIER_HOST\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x32\x85\x03\n\tDirectory\x12?\n\x07Publish\x12\x17.pagoda.v1.WorkerUpdate\x1a\x17.pagoda.v1.DirectoryAck(\x01\x30\x01\x12:\n\x05Place\x12\x17.pagoda.v1.PlaceRequest\x1a\x18.pagoda.v1.PlaceResponse\x12@\n\x07Release\x12\x19.pagoda.v1.ReleaseRequest\x1a\x1a.pagoda.v1.ReleaseResponse\x12=\n\x06Lookup\x12\x18.pagoda.v1.LookupRequest\x1a\x19.pagoda.v1.LookupResponse\x12=\n\x05Watch\x12\x17.pagoda.v1.WatchRequest\x1a\x19.pagoda.v1.DirectoryStats0\x01\x12;\n\x05Stats\x12\x17.pagoda.v1.StatsRequest\x1a\x19.pagoda.v1.DirectoryStatsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpagoda/proto/directory.proto\x12\tpagoda.v1\"\xdb\x01\n\x0cWorkerUpdate\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.pagoda.v1.HelloH\x00\x12\'\n\x06\x65vents\x18\x02 \x01(\x0b\x32\x15.pagoda.v1.EventBatchH\x00\x12\'\n\x08snapshot\x18\x03 \x01(\x0b\x32\x13.pagoda.v1.SnapshotH\x00\x12%\n\x04load\x18\x04 \x01(\x0b\x32\x15.pagoda.v1.LoadReportH\x00\x12%\n\x07goodbye\x18\x05 \x01(\x0b\x32\x12.pagoda.v1.GoodbyeH\x00\x42\x08\n\x06update\"\xae\x01\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x0f\n\x07windows\x18\x06 \x03(\r\x12\x10\n\x08last_seq\x18\x07 \x01(\x04\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\"O\n\nEventBatch\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12%\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x15.pagoda.v1.BlockEvent\"\x8f\x01\n\nBlockEvent\x12#\n\x06stored\x18\x01 \x01(\x0b\x32\x11.pagoda.v1.BlocksH\x00\x12$\n\x07removed\x18\x02 \x01(\x0b\x32\x11.pagoda.v1.BlocksH\x00\x12.\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x1b.pagoda.v1.AllBlocksClearedH\x00\x42\x06\n\x04kind\"F\n\x06\x42locks\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.pagoda.v1.Tier\x12\r\n\x05group\x18\x02 \x01(\r\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\"\x12\n\x10\x41llBlocksCleared\"l\n\x08Snapshot\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12!\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x11.pagoda.v1.Blocks\x12\x10\n\x08is_first\x18\x04 \x01(\x08\x12\x0f\n\x07is_last\x18\x05 \x01(\x08\"\x8e\x02\n\nLoadReport\x12\x1b\n\x13num_uncached_tokens\x18\x01 \x01(\x04\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x18\n\x10num_empty_blocks\x18\x05 \x01(\r\x12\x1f\n\x05rates\x18\x06 \x01(\x0b\x32\x10.pagoda.v1.Rates\x12\x10\n\x08\x61\x64mitted\x18\x07 \x03(\t\x12\x10\n\x08\x66inished\x18\x08 \x03(\t\x12\x13\n\x0bis_complete\x18\t \x01(\x08\x12\x10\n\x08last_seq\x18\n \x01(\x04\x12\x1a\n\x12num_uncached_pairs\x18\x0b \x01(\x04\"\x86\x02\n\x05Rates\x12\x1b\n\x13prefill_s_per_token\x18\x01 \x01(\x01\x12\'\n\x1fprefill_s_per_token_and_context\x18\x02 \x01(\x01\x12\x1b\n\x13step_s_per_sequence\x18\x03 \x01(\x01\x12\x1d\n\x15released_blocks_per_s\x18\x04 \x01(\x01\x12\x1b\n\x13restore_s_per_token\x18\x05 \x01(\x01\x12\x19\n\x11\x65victed_hit_ratio\x18\x06 \x01(\x01\x12\x1a\n\x12mean_output_tokens\x18\x07 \x01(\x01\x12\x12\n\nbusy_ratio\x18\x08 \x01(\x01\x12\x13\n\x0bstep_base_s\x18\t \x01(\x01\"\t\n\x07Goodbye\"\x99\x01\n\x0c\x44irectoryAck\x12.\n\x06status\x18\x01 \x01(\x0e\x32\x1e.pagoda.v1.DirectoryAck.Status\x12\x10\n\x08last_seq\x18\x02 \x01(\x04\x12\x14\n\x0c\x64irectory_id\x18\x03 \x01(\t\"1\n\x06Status\x12\x06\n\x02OK\x10\x00\x12\x10\n\x0cOUT_OF_RANGE\x10\x01\x12\r\n\tDATA_LOSS\x10\x02\"\xc1\x01\n\x0cPlaceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x13\n\x0bnum_samples\x18\x05 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x06 \x01(\r\x12\x0f\n\x07\x65xclude\x18\x07 \x03(\t\x12\x11\n\tplaced_on\x18\x08 \x01(\t\x12\x16\n\x0ereservation_ms\x18\t \x01(\r\"N\n\rPlaceResponse\x12\x0e\n\x06ranked\x18\x01 \x03(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x1d\n\x04plan\x18\x03 \x01(\x0b\x32\x0f.pagoda.v1.Plan\"\xdb\x01\n\x04Plan\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x14\n\x0clower_tokens\x18\x02 \x01(\r\x12\x17\n\x0funcached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\trestore_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\x12\x14\n\x0c\x62lock_wait_s\x18\x07 \x01(\x01\x12\x18\n\x10\x64\x65\x63ode_penalty_s\x18\x08 \x01(\x01\x12\x12\n\neviction_s\x18\t \x01(\x01\x12\x12\n\ncrowding_s\x18\n \x01(\x01\"%\n\x0eReleaseRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x11\n\x0fReleaseResponse\".\n\rLookupRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\"8\n\x0eLookupResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.pagoda.v1.HeldPrefix\"l\n\nHeldPrefix\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x19\n\x11num_device_blocks\x18\x03 \x01(\r\x12\x1c\n\x14num_predicted_blocks\x18\x04 \x01(\r\"!\n\x0cWatchRequest\x12\x11\n\tperiod_ms\x18\x01 \x01(\r\"\x0e\n\x0cStatsRequest\"\xdf\x04\n\x0e\x44irectoryStats\x12\x14\n\x0c\x64irectory_id\x18\x01 \x01(\t\x12\x10\n\x08uptime_s\x18\x02 \x01(\x01\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.pagoda.v1.WorkerStats\x12\x13\n\x0bnum_entries\x18\x04 \x01(\x04\x12=\n\nplacements\x18\x05 \x03(\x0b\x32).pagoda.v1.DirectoryStats.PlacementsEntry\x12\x15\n\rplaced_tokens\x18\x06 \x01(\x04\x12\x1c\n\x14placed_cached_tokens\x18\x07 \x01(\x04\x12\x14\n\x0c\x62lock_events\x18\x08 \x01(\x04\x12\x14\n\x0creservations\x18\t \x01(\x04\x12H\n\x10reservation_ends\x18\n \x03(\x0b\x32..pagoda.v1.DirectoryStats.ReservationEndsEntry\x12\x19\n\x11truncated_prompts\x18\x0b \x01(\x04\x12\x42\n\rstream_events\x18\x0c \x03(\x0b\x32+.pagoda.v1.DirectoryStats.StreamEventsEntry\x1a\x31\n\x0fPlacementsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x36\n\x14ReservationEndsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x33\n\x11StreamEventsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xb6\x03\n\x0bWorkerStats\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x10\n\x08last_seq\x18\x04 \x01(\x04\x12\x10\n\x08is_exact\x18\x05 \x01(\x08\x12\x17\n\x0fnum_blocks_held\x18\x06 \x03(\x04\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x08 \x01(\r\x12\x13\n\x0bnum_running\x18\t \x01(\r\x12\x13\n\x0bnum_waiting\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x1b\n\x13num_uncached_tokens\x18\x0c \x01(\x04\x12\x17\n\x0freserved_tokens\x18\r \x01(\x04\x12\x1a\n\x12reserved_sequences\x18\x0e \x01(\r\x12\x1f\n\x05rates\x18\x0f \x01(\x0b\x32\x10.pagoda.v1.Rates\x12\x10\n\x08silent_s\x18\x10 \x01(\x01\x12\x12\n\nplacements\x18\x11 \x01(\x04\x12\x15\n\rplaced_tokens\x18\x12 \x01(\x04\x12\x1c\n\x14placed_cached_tokens\x18\x13 \x01(\x04*5\n\x04Tier\x12\x0f\n\x0bTIER_DEVICE\x10\x00\x12\r\n\tTIER_HOST\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x32\x85\x03\n\tDirectory\x12?\n\x07Publish\x12\x17.pagoda.v1.WorkerUpdate\x1a\x17.pagoda.v1.DirectoryAck(\x01\x30\x01\x12:\n\x05Place\x12\x17.pagoda.v1.PlaceRequest\x1a\x18.pagoda.v1.PlaceResponse\x12@\n\x07Release\x12\x19.pagoda.v1.ReleaseRequest\x1a\x1a.pagoda.v1.ReleaseResponse\x12=\n\x06Lookup\x12\x18.pagoda.v1.LookupRequest\x1a\x19.pagoda.v1.LookupResponse\x12=\n\x05Watch\x12\x17.pagoda.v1.WatchRequest\x1a\x19.pagoda.v1.DirectoryStats0\x01\x12;\n\x05Stats\x12\x17.pagoda.v1.StatsRequest\x1a\x19.pagoda.v1.DirectoryStatsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,8 +37,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DIRECTORYSTATS_RESERVATIONENDSENTRY']._serialized_options = b'8\001'
   _globals['_DIRECTORYSTATS_STREAMEVENTSENTRY']._loaded_options = None
   _globals['_DIRECTORYSTATS_STREAMEVENTSENTRY']._serialized_options = b'8\001'
-  _globals['_TIER']._serialized_start=3422
-  _globals['_TIER']._serialized_end=3475
+  _globals['_TIER']._serialized_start=3450
+  _globals['_TIER']._serialized_end=3503
   _globals['_WORKERUPDATE']._serialized_start=44
   _globals['_WORKERUPDATE']._serialized_end=263
   _globals['_HELLO']._serialized_start=266
@@ -54,45 +54,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SNAPSHOT']._serialized_start=761
   _globals['_SNAPSHOT']._serialized_end=869
   _globals['_LOADREPORT']._serialized_start=872
-  _globals['_LOADREPORT']._serialized_end=1114
-  _globals['_RATES']._serialized_start=1117
-  _globals['_RATES']._serialized_end=1379
-  _globals['_GOODBYE']._serialized_start=1381
-  _globals['_GOODBYE']._serialized_end=1390
-  _globals['_DIRECTORYACK']._serialized_start=1393
-  _globals['_DIRECTORYACK']._serialized_end=1546
-  _globals['_DIRECTORYACK_STATUS']._serialized_start=1497
-  _globals['_DIRECTORYACK_STATUS']._serialized_end=1546
-  _globals['_PLACEREQUEST']._serialized_start=1549
-  _globals['_PLACEREQUEST']._serialized_end=1742
-  _globals['_PLACERESPONSE']._serialized_start=1744
-  _globals['_PLACERESPONSE']._serialized_end=1822
-  _globals['_PLAN']._serialized_start=1825
-  _globals['_PLAN']._serialized_end=2044
-  _globals['_RELEASEREQUEST']._serialized_start=2046
-  _globals['_RELEASEREQUEST']._serialized_end=2083
-  _globals['_RELEASERESPONSE']._serialized_start=2085
-  _globals['_RELEASERESPONSE']._serialized_end=2102
-  _globals['_LOOKUPREQUEST']._serialized_start=2104
-  _globals['_LOOKUPREQUEST']._serialized_end=2150
-  _globals['_LOOKUPRESPONSE']._serialized_start=2152
-  _globals['_LOOKUPRESPONSE']._serialized_end=2208
-  _globals['_HELDPREFIX']._serialized_start=2210
-  _globals['_HELDPREFIX']._serialized_end=2318
-  _globals['_WATCHREQUEST']._serialized_start=2320
-  _globals['_WATCHREQUEST']._serialized_end=2353
-  _globals['_STATSREQUEST']._serialized_start=2355
-  _globals['_STATSREQUEST']._serialized_end=2369
-  _globals['_DIRECTORYSTATS']._serialized_start=2372
-  _globals['_DIRECTORYSTATS']._serialized_end=2979
-  _globals['_DIRECTORYSTATS_PLACEMENTSENTRY']._serialized_start=2821
-  _globals['_DIRECTORYSTATS_PLACEMENTSENTRY']._serialized_end=2870
-  _globals['_DIRECTORYSTATS_RESERVATIONENDSENTRY']._serialized_start=2872
-  _globals['_DIRECTORYSTATS_RESERVATIONENDSENTRY']._serialized_end=2926
-  _globals['_DIRECTORYSTATS_STREAMEVENTSENTRY']._serialized_start=2928
-  _globals['_DIRECTORYSTATS_STREAMEVENTSENTRY']._serialized_end=2979
-  _globals['_WORKERSTATS']._serialized_start=2982
-  _globals['_WORKERSTATS']._serialized_end=3420
-  _globals['_DIRECTORY']._serialized_start=3478
-  _globals['_DIRECTORY']._serialized_end=3867
+  _globals['_LOADREPORT']._serialized_end=1142
+  _globals['_RATES']._serialized_start=1145
+  _globals['_RATES']._serialized_end=1407
+  _globals['_GOODBYE']._serialized_start=1409
+  _globals['_GOODBYE']._serialized_end=1418
+  _globals['_DIRECTORYACK']._serialized_start=1421
+  _globals['_DIRECTORYACK']._serialized_end=1574
+  _globals['_DIRECTORYACK_STATUS']._serialized_start=1525
+  _globals['_DIRECTORYACK_STATUS']._serialized_end=1574
+  _globals['_PLACEREQUEST']._serialized_start=1577
+  _globals['_PLACEREQUEST']._serialized_end=1770
+  _globals['_PLACERESPONSE']._serialized_start=1772
+  _globals['_PLACERESPONSE']._serialized_end=1850
+  _globals['_PLAN']._serialized_start=1853
+  _globals['_PLAN']._serialized_end=2072
+  _globals['_RELEASEREQUEST']._serialized_start=2074
+  _globals['_RELEASEREQUEST']._serialized_end=2111
+  _globals['_RELEASERESPONSE']._serialized_start=2113
+  _globals['_RELEASERESPONSE']._serialized_end=2130
+  _globals['_LOOKUPREQUEST']._serialized_start=2132
+  _globals['_LOOKUPREQUEST']._serialized_end=2178
+  _globals['_LOOKUPRESPONSE']._serialized_start=2180
+  _globals['_LOOKUPRESPONSE']._serialized_end=2236
+  _globals['_HELDPREFIX']._serialized_start=2238
+  _globals['_HELDPREFIX']._serialized_end=2346
+  _globals['_WATCHREQUEST']._serialized_start=2348
+  _globals['_WATCHREQUEST']._serialized_end=2381
+  _globals['_STATSREQUEST']._serialized_start=2383
+  _globals['_STATSREQUEST']._serialized_end=2397
+  _globals['_DIRECTORYSTATS']._serialized_start=2400
+  _globals['_DIRECTORYSTATS']._serialized_end=3007
+  _globals['_DIRECTORYSTATS_PLACEMENTSENTRY']._serialized_start=2849
+  _globals['_DIRECTORYSTATS_PLACEMENTSENTRY']._serialized_end=2898
+  _globals['_DIRECTORYSTATS_RESERVATIONENDSENTRY']._serialized_start=2900
+  _globals['_DIRECTORYSTATS_RESERVATIONENDSENTRY']._serialized_end=2954
+  _globals['_DIRECTORYSTATS_STREAMEVENTSENTRY']._serialized_start=2956
+  _globals['_DIRECTORYSTATS_STREAMEVENTSENTRY']._serialized_end=3007
+  _globals['_WORKERSTATS']._serialized_start=3010
+  _globals['_WORKERSTATS']._serialized_end=3448
+  _globals['_DIRECTORY']._serialized_start=3506
+  _globals['_DIRECTORY']._serialized_end=3895
 # @@protoc_insertion_point(module_scope)

@@ -101,7 +101,7 @@ class Snapshot(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., is_first: _Optional[bool] = ..., is_last: _Optional[bool] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("num_uncached_tokens", "num_running", "num_waiting", "num_free_blocks", "num_empty_blocks", "rates", "admitted", "finished", "is_complete", "last_seq")
+    __slots__ = ("num_uncached_tokens", "num_running", "num_waiting", "num_free_blocks", "num_empty_blocks", "rates", "admitted", "finished", "is_complete", "last_seq", "num_uncached_pairs")
     NUM_UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +112,7 @@ class LoadReport(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     IS_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     LAST_SEQ_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNCACHED_PAIRS_FIELD_NUMBER: _ClassVar[int]
     num_uncached_tokens: int
     num_running: int
     num_waiting: int
@@ -122,7 +123,8 @@ class LoadReport(_message.Message):
     finished: _containers.RepeatedScalarFieldContainer[str]
     is_complete: bool
     last_seq: int
-    def __init__(self, num_uncached_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_empty_blocks: _Optional[int] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., admitted: _Optional[_Iterable[str]] = ..., finished: _Optional[_Iterable[str]] = ..., is_complete: _Optional[bool] = ..., last_seq: _Optional[int] = ...) -> None: ...
+    num_uncached_pairs: int
+    def __init__(self, num_uncached_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_empty_blocks: _Optional[int] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., admitted: _Optional[_Iterable[str]] = ..., finished: _Optional[_Iterable[str]] = ..., is_complete: _Optional[bool] = ..., last_seq: _Optional[int] = ..., num_uncached_pairs: _Optional[int] = ...) -> None: ...
 
 class Rates(_message.Message):
     __slots__ = ("prefill_s_per_token", "prefill_s_per_token_and_context", "step_s_per_sequence", "released_blocks_per_s", "restore_s_per_token", "evicted_hit_ratio", "mean_output_tokens", "busy_ratio", "step_base_s")

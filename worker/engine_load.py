@@ -9,6 +9,8 @@ class EngineLoad:
 
     num_uncached_tokens: int
     """Prompt tokens still to be computed."""
+    num_uncached_pairs: int
+    """Of these and the tokens that each of them attends to."""
     num_running: int
     num_waiting: int
     num_free_blocks: int

@@ -176,14 +176,16 @@ class Scheduler:
 
     def load(self) -> EngineLoad:
         """What there is to do. A walk over all sequences."""
-        num_uncached = 0
+        num_uncached = num_pairs = 0
         for sequence in self._sequences.values():
             if sequence.parent is None:
                 num_done = sequence.num_computed_tokens or sequence.num_expected_tokens
                 num_left = sequence.num_tokens - num_done
-                num_uncached += num_left if num_left > 1 else 0
+                if num_left > 1:
+                    num_uncached += num_left
+                    num_pairs += num_left * num_done + num_left**2 // 2
         pool = self.manager.pool
-        return EngineLoad(num_uncached, self.num_running, self.num_waiting, pool.num_free, pool.num_empty)
+        return EngineLoad(num_uncached, num_pairs, self.num_running, self.num_waiting, pool.num_free, pool.num_empty)
 
     def shape_of(self, plan: SchedulerOutput) -> StepShape:
         """What a plan that has not been run yet computes."""

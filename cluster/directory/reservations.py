@@ -18,6 +18,8 @@ class Reservation:
     worker_id: str
     num_uncached_tokens: int
     """Prompt tokens to be computed, of all samples together."""
+    num_uncached_pairs: int
+    """Of these and the tokens that each of them attends to."""
     num_sequences: int
     num_blocks: int
     """That it will need beside those it shares."""
@@ -31,6 +33,7 @@ class ReservedLoad:
     """The sum of one worker's reservations."""
 
     num_uncached_tokens: int = 0
+    num_uncached_pairs: int = 0
     num_sequences: int = 0
     num_blocks: int = 0
     num_changes: int = 0
@@ -38,6 +41,7 @@ class ReservedLoad:
 
     def count(self, reservation: Reservation, sign: int) -> None:
         self.num_uncached_tokens += sign * reservation.num_uncached_tokens
+        self.num_uncached_pairs += sign * reservation.num_uncached_pairs
         self.num_sequences += sign * reservation.num_sequences
         self.num_blocks += sign * reservation.num_blocks
         self.num_changes += 1

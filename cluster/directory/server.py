@@ -15,10 +15,12 @@ from grpc_reflection.v1alpha import reflection
 
 from pagoda.cluster.directory.checks import MismatchError, StaleEpochError, UnknownModelError
 from pagoda.cluster.directory.state import DirectoryState
+from pagoda.cluster.tolerant_server import TolerantServer, UnreadableRequest
 from pagoda.proto import directory_pb2 as pb
 from pagoda.proto import directory_pb2_grpc
 from pagoda.worker.cluster_token import ClusterToken
 from pagoda.worker.errors import InvalidRequestError
+from pagoda.worker.quoting import shortened
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 _TICK_S = 0.1
 _STOP_GRACE_S = 0.5
 _MAX_QUEUED_ACKS = 64
+_HELLO_DEADLINE_S = 5.0
 _WATCH_MS = (100, 60_000, 1_000)
 _STATUS = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -39,6 +42,9 @@ _OPTIONS = [
     # Workers and ingresses ping to notice a directory that is gone; unasked, gRPC takes that for an attack.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
+    # Calls that have come and wait for their turn; beyond it, by default from 1,000 on, some are answered CANCELLED.
+    ("grpc.server.max_pending_requests", 100_000),
+    ("grpc.server.max_pending_requests_hard_limit", 100_000),
 ]
 _EXPECTED = (InvalidRequestError, UnknownModelError, StaleEpochError, MismatchError)
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -55,7 +61,7 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
         )
         self._server = grpc.aio.server(options=_OPTIONS)
         self._health = health.aio.HealthServicer()
-        directory_pb2_grpc.add_DirectoryServicer_to_server(self, self._server)
+        directory_pb2_grpc.add_DirectoryServicer_to_server(self, TolerantServer(self._server))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -101,9 +107,8 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
     ) -> AsyncIterator[pb.DirectoryAck]:
         """A worker's stream; see the proto."""
         await self._token.check(context)
-        first = await anext(aiter(request_iterator), pb.WorkerUpdate())
         acks: asyncio.Queue[pb.DirectoryAck | Exception | None] = asyncio.Queue(_MAX_QUEUED_ACKS)
-        reading = asyncio.create_task(self._read_updates(first, request_iterator, acks))
+        reading = asyncio.create_task(self._read_updates(request_iterator, acks))
         try:
             while (ack := await acks.get()) is not None:
                 if isinstance(ack, Exception):
@@ -115,11 +120,15 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
 
     async def _read_updates(
         self,
-        first: pb.WorkerUpdate,
         updates: AsyncIterator[pb.WorkerUpdate],
         acks: "asyncio.Queue[pb.DirectoryAck | Exception | None]",
     ) -> None:
         try:
+            try:
+                async with asyncio.timeout(_HELLO_DEADLINE_S):
+                    first = _readable(await anext(aiter(updates), pb.WorkerUpdate()))
+            except TimeoutError:
+                first = pb.WorkerUpdate()
             if first.WhichOneof("update") != "hello":
                 raise InvalidRequestError("update", "a stream begins with hello")
             record, stream, ack = self.state.workers.hello(first.hello, time.monotonic())
@@ -127,7 +136,7 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
             async for update in updates:
                 if not self.state.workers.is_current(record, stream):
                     raise StaleEpochError("stream: the worker was forgotten, or has opened another one")
-                answer = self.state.workers.update(record, update, time.monotonic())
+                answer = self.state.workers.update(record, _readable(update), time.monotonic())
                 if answer is not None:
                     await acks.put(answer)
             await acks.put(None)
@@ -141,7 +150,7 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
             await acks.put(error)
 
     async def Place(self, request: pb.PlaceRequest, context: Context) -> pb.PlaceResponse:
-        await self._token.check(context)
+        await self._admit(request, context)
         try:
             response = self.state.place(request, time.monotonic())
         except (InvalidRequestError, UnknownModelError) as error:
@@ -158,23 +167,23 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
         return response
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
-        await self._token.check(context)
+        await self._admit(request, context)
         self.state.release(request)
         return pb.ReleaseResponse()
 
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
-        await self._token.check(context)
+        await self._admit(request, context)
         try:
             return self.state.lookup(request, time.monotonic())
         except (InvalidRequestError, UnknownModelError) as error:
             await self._abort(context, error)
 
-    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.DirectoryStats:  # noqa: ARG002
-        await self._token.check(context)
+    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.DirectoryStats:
+        await self._admit(request, context)
         return self.state.stats(time.monotonic())
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.DirectoryStats]:
-        await self._token.check(context)
+        await self._admit(request, context)
         least, most, default = _WATCH_MS
         period_ms = request.period_ms or default
         if not least <= period_ms <= most:
@@ -185,5 +194,19 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
 
     async def _abort(self, context: Context, error: Exception) -> NoReturn:
         code = _STATUS.get(type(error), grpc.StatusCode.INTERNAL)
-        await context.abort(code, str(error) if type(error) in _STATUS else "internal error; see the log")
+        await context.abort(code, shortened(str(error)) if type(error) in _STATUS else "internal error; see the log")
         raise AssertionError("abort raises")
+
+    async def _admit(self, request: Any, context: Context) -> None:
+        """End the call unless it shows the token and is one."""
+        await self._token.check(context)
+        if isinstance(request, UnreadableRequest):
+            await self._abort(context, InvalidRequestError("request", request.problem))
+
+
+def _readable(update: Any) -> pb.WorkerUpdate:
+    """Raises `InvalidRequestError` if it is none."""
+    if isinstance(update, UnreadableRequest):
+        raise InvalidRequestError("update", update.problem)
+    assert isinstance(update, pb.WorkerUpdate)
+    return update

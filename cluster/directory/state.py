@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 
 from pagoda.cluster.directory.checks import (
     MAX_HASHES,
+    MAX_NUM_WORKERS,
+    MAX_PROMPT_TOKENS,
     MAX_RESERVATION_S,
     MAX_SAMPLES,
     UnknownModelError,
@@ -19,6 +21,7 @@ from pagoda.cluster.placement import Placement, Prompt, place
 from pagoda.proto import directory_pb2 as pb
 from pagoda.worker.block_hash import HASH_BYTES
 from pagoda.worker.errors import InvalidRequestError
+from pagoda.worker.quoting import quoted
 
 _NOTHING: dict[Tier, int] = {}
 
@@ -49,14 +52,18 @@ class DirectoryState:
     def tick(self, now_s: float) -> None:
         """What time brings: leases and reservations end. Call it often."""
         self.workers.tick(now_s)
+        for model in self.workers.models.values():
+            model.predicted.generations(now_s)  # so that old ones go, and slots with them, if nobody asks
         self._reservations.expire(now_s)
 
     def place(self, request: pb.PlaceRequest, now_s: float) -> pb.PlaceResponse:
         """Match, score and reserve."""
         check_id("request_id", request.request_id)
         check_hashes(request.hashes)
-        if not request.num_tokens:
-            raise InvalidRequestError("num_tokens", "must be at least 1")
+        if not 1 <= request.num_tokens <= MAX_PROMPT_TOKENS:
+            raise InvalidRequestError("num_tokens", f"must be between 1 and {MAX_PROMPT_TOKENS}")
+        if len(request.exclude) > MAX_NUM_WORKERS:
+            raise InvalidRequestError("exclude", f"may name {MAX_NUM_WORKERS} workers")
         model = self._model(request.model)
         excluded = set(request.exclude)
         records = [record for name, record in model.workers.items() if name not in excluded]
@@ -78,24 +85,29 @@ class DirectoryState:
             num_samples=min(request.num_samples, MAX_SAMPLES) or 1,
             max_output_tokens=request.max_output_tokens or None,
         )
-        pinned = self._pinned(request)
+        where = self._where(request.request_id)
+        pinned = request.placed_on or where
         placement = place(prompt, candidates, self._draw, pinned=pinned)
         assert placement is not None
         self._reserve(model, request, prompt, placement, hashes, now_s)
-        if pinned is None:
-            self._num_placed_tokens += request.num_tokens
-            self._num_placed_cached_tokens += placement.num_cached_tokens
         reason = "given" if request.placed_on and pinned == placement.ranked[0] else str(placement.reason)
-        self._placements[reason] += 1
+        if where is None:  # who asks again is counted once
+            self._count(model.workers[placement.ranked[0]], request.num_tokens, placement.num_cached_tokens, reason)
         return _response(placement, reason)
 
-    def _pinned(self, request: pb.PlaceRequest) -> str | None:
-        """Where it is already, or is to be."""
-        if request.placed_on:
-            return str(request.placed_on)
-        if (reservation := self._reservations.get(request.request_id)) is not None:
+    def _where(self, request_id: str) -> str | None:
+        """Where a request is already, or is to be."""
+        if (reservation := self._reservations.get(request_id)) is not None:
             return reservation.worker_id
-        return self.workers.live_at.get(request.request_id)
+        return self.workers.live_at.get(request_id)
+
+    def _count(self, record: WorkerRecord, num_tokens: int, num_cached_tokens: int, reason: str) -> None:
+        self._placements[reason] += 1
+        self._num_placed_tokens += num_tokens
+        self._num_placed_cached_tokens += num_cached_tokens
+        record.num_placements += 1
+        record.num_placed_tokens += num_tokens
+        record.num_placed_cached_tokens += num_cached_tokens
 
     def _reserve(
         self,
@@ -109,20 +121,18 @@ class DirectoryState:
         worker_id = placement.ranked[0]
         if self.workers.live_at.get(request.request_id) == worker_id:
             return  # the worker's own numbers contain it
-        record = model.workers[worker_id]
-        record.num_placements += 1
-        record.num_placed_tokens += prompt.num_tokens
-        record.num_placed_cached_tokens += placement.num_cached_tokens
+        record, num_uncached = model.workers[worker_id], placement.num_uncached_tokens
         lifetime_s = min(request.reservation_ms / 1e3, MAX_RESERVATION_S) or self._reservation_s
         self._reservations.reserve(
             Reservation(
                 request.request_id,
                 worker_id,
-                placement.num_uncached_tokens,
+                num_uncached,
+                num_uncached * placement.num_cached_tokens + num_uncached**2 // 2,
                 prompt.num_samples,
                 placement.num_new_blocks,
                 now_s + lifetime_s,
-                frozenset(request.exclude),
+                frozenset(request.exclude) & self.workers.by_id.keys(),
             )
         )
         num_held = placement.num_cached_tokens // model.block_size
@@ -193,7 +203,7 @@ class DirectoryState:
     def _model(self, name: str) -> ModelRecord:
         model = self.workers.models.get(name)
         if model is None:
-            raise UnknownModelError(f"no worker serves {name!r}")
+            raise UnknownModelError(f"no worker serves {quoted(name)}")
         return model
 
     def _split(self, packed: bytes) -> list[bytes]:

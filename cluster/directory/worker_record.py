@@ -1,5 +1,6 @@
 """What a directory keeps of each worker, and of all workers of a model."""
 
+import logging
 from dataclasses import replace
 
 from pagoda.cluster.directory.checks import MismatchError
@@ -10,6 +11,8 @@ from pagoda.cluster.placement import Candidate, WorkerLoad, WorkerRates
 from pagoda.proto import directory_pb2 as pb
 
 _PREDICTED_LIFETIME_S = 3.0
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerRecord:
@@ -81,6 +84,7 @@ class WorkerRecord:
             self._num_changes = num_changes
             load = WorkerLoad(
                 num_uncached_tokens=report.num_uncached_tokens + reserved.num_uncached_tokens,
+                num_uncached_pairs=report.num_uncached_pairs + reserved.num_uncached_pairs,
                 num_sequences=report.num_running + report.num_waiting + reserved.num_sequences,
                 max_num_seqs=self.hello.max_num_seqs,
                 num_free_blocks=report.num_free_blocks - reserved.num_blocks,
@@ -123,7 +127,14 @@ class ModelRecord:
         self.index.retire_slot(slot)
 
     def check(self, hello: pb.Hello) -> None:
-        """Raise `MismatchError` if this worker's blocks are of another kind."""
+        """Raise `MismatchError` if this worker's blocks are of another kind. One with another layout is mentioned."""
+        fingerprints = {record.hello.fingerprint for record in self.workers.values()}
+        if fingerprints and hello.fingerprint not in fingerprints:
+            logger.warning(
+                "%s: its blocks are laid out as on no other worker of %s; none can take them from another",
+                hello.worker_id,
+                hello.model,
+            )
         for name, theirs, ours in (
             ("block_size", hello.block_size, self.block_size),
             ("windows", tuple(hello.windows), self.index.windows),

@@ -15,9 +15,9 @@ from typing import Any
 import grpc
 
 from pagoda.cluster.ingress.grpc_errors import status_of
-from pagoda.cluster.ingress.grpc_services import UnreadableRequest
 from pagoda.cluster.ingress.metrics import IngressMetrics
 from pagoda.cluster.ingress.request_log import RequestRecord
+from pagoda.cluster.tolerant_server import UnreadableRequest
 from pagoda.worker.errors import InvalidRequestError, PagodaError
 
 logger = logging.getLogger(__name__)

@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagoda.cluster.placement import (
     Candidate,
@@ -41,6 +43,24 @@ def first(*candidates: Candidate, prompt: Prompt = PROMPT, seed: int = 0) -> str
     return placement.ranked[0]
 
 
+@given(
+    st.integers(0, 60), st.integers(0, 20_000), st.integers(0, 200), st.integers(1, 900),
+    st.sampled_from(["num_sequences", "num_uncached_tokens", "num_uncached_pairs"]), st.integers(1, 10_000),
+)  # fmt: skip
+def test_more_to_do_never_makes_a_worker_cheaper(
+    cached: int, num_tokens: int, num_sequences: int, num_free: int, name: str, more: int
+) -> None:
+    load = {
+        "num_uncached_tokens": num_tokens,
+        "num_uncached_pairs": num_tokens * 100,
+        "num_sequences": num_sequences,
+        "num_free_blocks": num_free,
+        "num_empty_blocks": num_free // 2,
+    }
+    before = cost_of(PROMPT, worker("a", cached=cached, **load)).total_s
+    assert cost_of(PROMPT, worker("a", cached=cached, **load | {name: load[name] + more})).total_s >= before
+
+
 def test_a_short_answer_does_not_wait_for_long_ones() -> None:
     """Scenario: all samples of one large request wait on a worker; its prefix is there, but who comes waits for them.
 
@@ -56,10 +76,10 @@ def test_each_term() -> None:
     """By hand."""
     busy = worker(
         "a", cached=30, lower=10, rates=replace(RATES, evicted_hit_ratio=0.5),
-        num_uncached_tokens=200, num_sequences=8, num_free_blocks=20, num_empty_blocks=5,
+        num_uncached_tokens=200, num_uncached_pairs=20_000, num_sequences=8, num_free_blocks=20, num_empty_blocks=5,
     )  # fmt: skip
     cost = cost_of(PROMPT, busy)
-    assert cost.queue_s == pytest.approx(200 * 1e-3 + 1e-7 * 200 * 100 / 8 + 1 * 50 * (4e-3 / 8 + 1e-3))
+    assert cost.queue_s == pytest.approx(200 * 1e-3 + 1e-7 * 20_000 + 1 * 50 * (4e-3 / 8 + 1e-3))
     assert cost.restore_s == pytest.approx(10 * BLOCK * 1e-4)
     assert cost.prefill_s == pytest.approx(520 * 1e-3 + 1e-7 * 520 * (480 + 260))
     assert cost.block_wait_s == pytest.approx((62 - 30 + 1 - 20) / 100)

@@ -6,7 +6,7 @@ from pagoda.cluster.directory.reservations import Reservation, Reservations
 
 
 def reservation(request_id: str = "r", worker_id: str = "a", deadline_s: float = 10.0) -> Reservation:
-    return Reservation(request_id, worker_id, 100, 2, 9, deadline_s)
+    return Reservation(request_id, worker_id, 100, 5000, 2, 9, deadline_s)
 
 
 def test_counts_until_it_ends() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from told_directory import (
     BLOCK_SIZE,
+    CLEARED,
     Cluster,
     stored,
 )
@@ -136,6 +137,34 @@ def test_a_report_of_all_that_is_live_replaces_what_was_known(cluster: Cluster) 
     cluster.load("a", admitted=["r2"], is_complete=True)
     assert cluster.place("r1", 1, exclude=["b"]).ranked == ["a"]
     assert cluster.state.stats(cluster.now_s).reservations == 1
+
+
+def test_who_asks_again_is_counted_once(cluster: Cluster) -> None:
+    for _ in range(3):
+        cluster.place("r", 1, 2)
+    stats = cluster.state.stats(cluster.now_s)
+    assert sum(stats.placements.values()) == sum(worker.placements for worker in stats.workers) == 1
+    assert stats.placed_tokens == sum(worker.placed_tokens for worker in stats.workers) == 33
+
+
+def test_excluded_names_that_nobody_knows_are_not_kept(cluster: Cluster) -> None:
+    answer = cluster.place("r", 1, exclude=["a", *(f"unknown {number}" for number in range(1000))])
+    assert answer.ranked == ["b"]
+    reservation = cluster.state._reservations.get("r")
+    assert reservation is not None
+    assert reservation.not_at == {"a"}
+
+
+def test_slots_are_used_again_while_nobody_asks(cluster: Cluster) -> None:
+    """Scenario: a worker that stores and clears all day, and no requests."""
+    for seq in range(1, 201):
+        cluster.events("a", seq, stored(1, 2), CLEARED)
+        cluster.now_s += 1.0
+        cluster.state.tick(cluster.now_s)
+        cluster.load("b")
+        while cluster.state.workers.sweep():
+            pass
+    assert max(record.slot for record in cluster.state.workers.by_id.values()) < 20
 
 
 def test_prompt_that_is_too_long_to_look_at(cluster: Cluster) -> None:

@@ -221,6 +221,61 @@ async def test_directory_restarts() -> None:
                 assert second.state.workers.live_at == {"r": "a"}
 
 
+@asynccontextmanager
+async def wire(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """A way to `address` that can be cut: while the event is not set nothing gets through, and nobody is told."""
+    carries = asyncio.Event()
+    carries.set()
+    host, _, port = address.rpartition(":")
+    writers: list[asyncio.StreamWriter] = []
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(2**16):
+                await carries.wait()
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(host, int(port))
+        writers.extend((writer, back))
+        await asyncio.gather(carry(reader, back), carry(there, writer))
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", carries
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+
+
+async def test_partition() -> None:
+    """The network between a directory and all others is cut, beyond the lease, and comes back: no request waits for it,
+    and afterwards it knows what its workers hold, also of what happened meanwhile."""
+    async with directory(lease_s=1.0) as (server, address), wire(address) as (through, carries):
+        async with worker("a", through) as a, worker("b", through) as b, client(through) as one:
+            a.publish(BlockStored(0, blocks(1, 2, 3)))
+            await until(lambda: a.is_known_to(server) and b.is_known_to(server))
+            assert (await placed(one, "r", 1, 2, 3)).ranked[0] == "a"
+            carries.clear()
+            loop = asyncio.get_running_loop()
+            begin = loop.time()
+            for number in range(20):
+                assert await one.place(query(f"cut {number}", 1, 2, 3)) is None
+            assert loop.time() - begin < 2.0
+            a.publish(BlockStored(0, blocks(4)), BlockRemoved(0, blocks(3)))
+            b.publish(BlockStored(0, blocks(9)))
+            await until(lambda: not server.state.workers.by_id)
+            carries.set()
+            begin = loop.time()
+            await until(lambda: a.is_known_to(server) and b.is_known_to(server))
+            assert (await placed(one, "s", 9)).ranked[0] == "b"
+            assert (await placed(one, "t", 1, 2)).ranked[0] == "a"
+            assert loop.time() - begin < 5.0
+
+
 async def test_worker_restarts_in_place() -> None:
     """The same name and a new epoch: nothing of before counts, and its old stream is heard no more."""
     async with directory() as (server, address), worker("a", address) as old:

@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -73,8 +72,9 @@ def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
     """Every Ray and Serve flag that we depend on, set explicitly; `scratch` is a folder for HAProxy's files."""
     # Serve gives a port away again only after a day, so this is for so many ingresses in one.
     num_ports = 2 * config.num_ingresses + _MORE_INGRESSES
-    first_http_port, first_grpc_port = free_ports(num_ports), free_ports(num_ports)
-    metrics_port, stats_port, fallback_port, fallback_grpc_port = _free_ports(4)
+    metrics_port = free_ports(4 + 2 * num_ports)
+    stats_port, fallback_port, fallback_grpc_port, first_http_port = range(metrics_port + 1, metrics_port + 5)
+    first_grpc_port = first_http_port + num_ports
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray would run its processes, the model among them, behind everybody else's.
@@ -135,15 +135,6 @@ def _max_connections(config: ClusterConfig) -> int:
     """Of HAProxy, which takes more than two file descriptors for each and does not start without them."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(config.max_http_requests * config.num_ingresses + 64, descriptors // 4)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Different ones."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def start_ray(config: ClusterConfig, *, address: str | None, scratch: Path) -> None:

@@ -51,7 +51,9 @@ class Client:
     def __init__(self, *, num_blocks: int = 64, max_num_seqs: int = 8, max_num_waiting: int = 64) -> None:
         self.limits = EngineLimits(num_blocks * BLOCK_SIZE, VOCAB_SIZE, max_num_seqs, max_num_waiting)
         log = KVEventLog()
-        manager = KVManager(BlockPool(num_blocks, log), num_groups=1, block_size=BLOCK_SIZE, enable_prefix_caching=True)
+        manager = KVManager(
+            BlockPool(num_blocks, log), block_size=BLOCK_SIZE, enable_prefix_caching=True, max_step_tokens=1024
+        )
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=16, max_num_waiting=max_num_waiting),
             self.limits,

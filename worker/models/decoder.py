@@ -246,8 +246,8 @@ class Decoder(nn.Module):
             for half, part in enumerate(("gate", "up")):
                 size = local.intermediate_size
                 shards |= columns.of(f"{name}mlp.{part}_proj", gate_up, half * size, size)
-            shards |= heads.into(f"{name}self_attn.o_proj", attention.o_proj)
-            shards |= columns.into(f"{name}mlp.down_proj", mlp.down_proj)
+            shards |= heads.into(f"{name}self_attn.o_proj", attention.o_proj, has_bias=config.output_bias)
+            shards |= columns.into(f"{name}mlp.down_proj", mlp.down_proj, has_bias=config.mlp_bias)
             norms = {
                 "input_layernorm": attention.norm,
                 "self_attn.q_norm": attention.q_norm,
@@ -296,10 +296,12 @@ class _Rows:
             shards[f"{name}.bias"] = Shard(linear.bias[rows], (self.full,), start=self.start)
         return shards
 
-    def into(self, name: str, linear: Linear) -> dict[str, Shard]:
-        """The shards of a projection whose inputs are split."""
+    def into(self, name: str, linear: Linear, *, has_bias: bool) -> dict[str, Shard]:
+        """The shards of a projection whose inputs are split. Of its bias the first rank has all, the others nothing."""
         shape = (linear.weight.shape[0], self.full)
         shards = {f"{name}.weight": Shard(linear.weight, shape, dim=1, start=self.start)}
-        if linear.bias is not None:
-            shards[f"{name}.bias"] = Shard.whole(linear.bias)
+        if has_bias:
+            num_out = linear.weight.shape[0]
+            nothing = Shard(linear.weight.new_empty(0), (num_out,), start=num_out)
+            shards[f"{name}.bias"] = nothing if linear.bias is None else Shard.whole(linear.bias)
         return shards

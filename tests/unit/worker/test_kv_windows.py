@@ -155,7 +155,7 @@ def test_three_sessions_keep_their_hits() -> None:
     behind pushed out what the others would have needed.
 
     The pool holds what sees everything, and of the windows no more than what is of use: a tail of each session. If all
-    that windows leave behind is kept like other blocks, 17 % of the hits are lost.
+    that windows leave behind is kept like other blocks, 13 % of the hits are lost.
     """
     replica = make_replica(num_blocks=3 * (SESSION_BLOCKS + TAIL_BLOCKS))
     assert hit_ratio_of_three_sessions(replica) >= 0.95

@@ -11,7 +11,9 @@ from pagoda.worker.block_pool import BlockPool
 from pagoda.worker.config import EngineLimits, SchedulerConfig
 from pagoda.worker.engine import Engine
 from pagoda.worker.kv_events import KVEventLog
+from pagoda.worker.kv_layout import KVLayout
 from pagoda.worker.kv_manager import KVManager
+from pagoda.worker.kv_spec import KVCacheGroup, KVCacheSpec
 from pagoda.worker.load_report import LoadReport, LoadReporter
 from pagoda.worker.scheduler import Scheduler
 from pagoda.worker.types import (
@@ -26,6 +28,7 @@ from pagoda.worker.types import (
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 64
+SPEC = KVCacheSpec((KVCacheGroup((0,)),), BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype_bytes=4)
 HANG_S = 30.0
 """Longer than anything here takes: waiting this long means it never comes."""
 
@@ -71,6 +74,7 @@ class Client:
             self.scheduler,
             self.executor,
             HashDomain(b"weights", "", "float32", "", BLOCK_SIZE),
+            layout=KVLayout.of(SPEC, dtype="float32"),
             on_outputs=self._take,
             reporter=LoadReporter(log, self.reports.append),
         )

@@ -19,6 +19,7 @@ from pagoda.worker.executor import Executor
 from pagoda.worker.fake_runner import FakeRunner
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.kv_events import KVEventLog
+from pagoda.worker.kv_layout import KVLayout
 from pagoda.worker.kv_manager import KVManager
 from pagoda.worker.kv_spec import KVCacheSpec, group_layers
 from pagoda.worker.load_report import LoadReport, LoadReporter
@@ -144,6 +145,7 @@ def build_engine(
         Scheduler(config.scheduler, plan.limits, manager, eos_token_ids=plan.model.eos_token_ids),
         wrap_executor(executor),
         domain,
+        layout=KVLayout.of(plan.spec, dtype=plan.dtype_name),
         on_outputs=on_outputs,
         reporter=None if on_report is None or log is None else LoadReporter(log, on_report),
     )

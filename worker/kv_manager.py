@@ -115,6 +115,11 @@ class KVManager:
     def num_groups(self) -> int:
         return len(self.windows)
 
+    @property
+    def announced_windows(self) -> tuple[int, ...]:
+        """Blocks before a boundary that are needed, for each number of `KVCacheSpec.announced_as`; 0: all of them."""
+        return tuple(blocks_before(window, self.block_size) for window in dict.fromkeys(self.windows))
+
     def table(self, sequence: Sequence) -> BlockTable:
         return self._tables[sequence.sequence_id]
 

@@ -68,11 +68,6 @@ class KVCacheSpec:
         )
 
     @property
-    def announced_windows(self) -> tuple[int, ...]:
-        """For each number of `announced_as`, blocks before a boundary that are needed; 0 is all of them."""
-        return tuple(-(-window // self.block_size) for window in dict.fromkeys(self.windows))
-
-    @property
     def places(self) -> tuple[tuple[int, int], ...]:
         """For each layer of the model: its group, and which of a block's layers it is."""
         found = {

@@ -63,7 +63,7 @@ WeightT = TypeVar("WeightT")
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights(Generic[WeightT]):
-    """Of a layer's first half. Norms have the model's dtype."""
+    """Of a layer's first half. Norms are float32: rounding 1 + w to bfloat16 would cost what w is there for."""
 
     norm_E: torch.Tensor
     qkv: WeightT
@@ -153,7 +153,10 @@ class Operators(Protocol, Generic[PlanT, WeightT]):
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x) * weight over the last dimension, in float32 inside. Source: arXiv:1910.07467, eq. 4."""
+        """x / rms(x) * weight over the last dimension, in float32 inside; the weight is float32 too.
+
+        Source: Zhang and Sennrich, arXiv:1910.07467, eq. 4.
+        """
         ...
 
     def add_rms_norm(

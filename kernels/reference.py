@@ -100,13 +100,13 @@ class ReferenceOperators:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x32 = x.float()
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-        return (normed * weight.float()).to(x.dtype)
+        return (normed * weight).to(x.dtype)
 
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> torch.Tensor:
         residual_TE += x_TE.float()
-        return self.rms_norm(residual_TE, weight_E.float(), eps).to(x_TE.dtype)
+        return self.rms_norm(residual_TE, weight_E, eps).to(x_TE.dtype)
 
     def attention_block(
         self,

@@ -150,13 +150,13 @@ class TorchOperators:
         return out_THD
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
 
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> torch.Tensor:
         residual_TE += x_TE
-        return self.rms_norm(residual_TE, weight_E.float(), eps).to(x_TE.dtype)
+        return self.rms_norm(residual_TE, weight_E, eps).to(x_TE.dtype)
 
     def attention_block(
         self,

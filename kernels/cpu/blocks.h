@@ -12,8 +12,8 @@ template <class T>
 struct AttentionBlock {
     const T* x;       // [rows][hidden]
     float* residual;  // [rows][hidden]
-    const T* norm;    // [hidden]
-    const T *q_norm, *k_norm;  // [size], or null
+    const float* norm;             // [hidden]
+    const float *q_norm, *k_norm;  // [size], or null
     const LinearArguments<T>*qkv, *output;       // weights; their x, rows and out are not read
     const RopeArguments<T>* rope;                // as are q, k, v and what describes them here
     const AttentionArguments<T>* attention;      // and here
@@ -28,7 +28,7 @@ template <class T>
 struct FeedForwardBlock {
     const T* x;
     float* residual;
-    const T* norm;
+    const float* norm;
     const LinearArguments<T>*gate_up, *down;
     T* scratch;  // [rows][hidden + columns of gate_up]
     T* out;

@@ -12,7 +12,7 @@ namespace pagoda {
 
 // out = x / rms(x) * weight for one row; `size` need not be a multiple of anything.
 template <class X, class T>
-inline void norm_row(const X* x, const T* weight, T* out, int64_t size, float eps) {
+inline void norm_row(const X* x, const float* weight, T* out, int64_t size, float eps) {
     const int64_t whole = size / W * W;
     Floats squares{};
     for (int64_t i = 0; i < whole; i += W) {
@@ -25,7 +25,7 @@ inline void norm_row(const X* x, const T* weight, T* out, int64_t size, float ep
     for (int64_t i = 0; i < whole; i += W)
         store_floats(out + i, load_floats(x + i) * factor * load_floats(weight + i));
     for (int64_t i = whole; i < size; ++i) {
-        const float value = widen(x[i]) * factor * widen(weight[i]);
+        const float value = widen(x[i]) * factor * weight[i];
         if constexpr (sizeof(T) == 2)
             out[i] = to_bf16(value);
         else
@@ -34,14 +34,14 @@ inline void norm_row(const X* x, const T* weight, T* out, int64_t size, float ep
 }
 
 template <class T>
-void rms_norm(Team& team, const T* x, const T* weight, T* out, int64_t rows, int64_t size, float eps) {
+void rms_norm(Team& team, const T* x, const float* weight, T* out, int64_t rows, int64_t size, float eps) {
     team.share(rows, [&](int64_t row) { norm_row(x + row * size, weight, out + row * size, size, eps); });
 }
 
 // The norm of each of `heads` heads of each token, in place; tokens are `stride` apart.
 template <class T>
 void rms_norm_heads(
-    Team& team, T* x, int64_t stride, const T* weight, int64_t tokens, int64_t heads, int64_t size, float eps) {
+    Team& team, T* x, int64_t stride, const float* weight, int64_t tokens, int64_t heads, int64_t size, float eps) {
     team.share(tokens, [&](int64_t token) {
         for (int64_t head = 0; head < heads; ++head) {
             T* numbers = x + token * stride + head * size;
@@ -52,7 +52,7 @@ void rms_norm_heads(
 // residual += x; out = norm of residual.
 template <class T>
 void add_rms_norm(
-    Team& team, const T* x, float* residual, const T* weight, T* out, int64_t rows, int64_t size, float eps) {
+    Team& team, const T* x, float* residual, const float* weight, T* out, int64_t rows, int64_t size, float eps) {
     team.share(rows, [&](int64_t row) {
         const T* added = x + row * size;
         float* sum = residual + row * size;

@@ -22,11 +22,11 @@ using namespace pagoda;
         PAGODA_TEAM(num_threads, linear(team, *arguments))                                                                  \
     }                                                                                                                 \
     void pagoda_rms_norm_##NAME(                                                                                      \
-        const T* x, const T* weight, T* out, int64_t rows, int64_t size, float eps, int num_threads) {                \
+        const T* x, const float* weight, T* out, int64_t rows, int64_t size, float eps, int num_threads) {            \
         PAGODA_TEAM(num_threads, rms_norm(team, x, weight, out, rows, size, eps))                                           \
     }                                                                                                                 \
     void pagoda_add_rms_norm_##NAME(                                                                                  \
-        const T* x, float* residual, const T* weight, T* out, int64_t rows, int64_t size, float eps,                  \
+        const T* x, float* residual, const float* weight, T* out, int64_t rows, int64_t size, float eps,              \
         int num_threads) {                                                                                            \
         PAGODA_TEAM(num_threads, add_rms_norm(team, x, residual, weight, out, rows, size, eps))                             \
     }                                                                                                                 \

@@ -193,7 +193,7 @@ class CpuOperators:
         x = x.contiguous()
         out = torch.empty_like(x)
         size = x.shape[-1]
-        _check("weight", weight, shape=(size,), dtype=x.dtype, contiguous_from=0)
+        _check("weight", weight, shape=(size,), dtype=torch.float32, contiguous_from=0)
         self._functions[x.dtype].rms_norm(
             x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, self._num_threads
         )
@@ -206,7 +206,7 @@ class CpuOperators:
         out_TE = torch.empty_like(x_TE)
         num_rows, size = x_TE.shape
         _check("residual_TE", residual_TE, shape=(num_rows, size), dtype=torch.float32, contiguous_from=0)
-        _check("weight_E", weight_E, shape=(size,), dtype=x_TE.dtype, contiguous_from=0)
+        _check("weight_E", weight_E, shape=(size,), dtype=torch.float32, contiguous_from=0)
         self._functions[x_TE.dtype].add_rms_norm(
             x_TE.data_ptr(),
             residual_TE.data_ptr(),

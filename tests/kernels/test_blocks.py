@@ -36,12 +36,12 @@ def test_attention_block_equals_reference(
 
     def run(backend: Operators[Any, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         weights = AttentionWeights(
-            norm_E=numbers(hidden, dtype=dtype, seed=1),
+            norm_E=numbers(hidden, dtype=torch.float32, seed=1),
             qkv=backend.pack(
                 numbers(num_qkv, hidden, dtype=dtype, seed=2, scale=hidden**-0.5), numbers(num_qkv, dtype=dtype, seed=3)
             ),
-            q_norm_D=numbers(head_size, dtype=dtype, seed=4) if has_qk_norm else None,
-            k_norm_D=numbers(head_size, dtype=dtype, seed=5) if has_qk_norm else None,
+            q_norm_D=numbers(head_size, dtype=torch.float32, seed=4) if has_qk_norm else None,
+            k_norm_D=numbers(head_size, dtype=torch.float32, seed=5) if has_qk_norm else None,
             output=backend.pack(
                 numbers(hidden, num_heads * head_size, dtype=dtype, seed=6, scale=(num_heads * head_size) ** -0.5),
                 None,
@@ -66,7 +66,7 @@ def feed_forward_weights(
     backend: Operators[Any, Any], dtype: torch.dtype, size: int, hidden: int = HIDDEN
 ) -> FeedForwardWeights[Any]:
     return FeedForwardWeights(
-        norm_E=numbers(hidden, dtype=dtype, seed=1),
+        norm_E=numbers(hidden, dtype=torch.float32, seed=1),
         gate_up=backend.pack_gated(numbers(2 * size, hidden, dtype=dtype, seed=2, scale=0.2), None, "silu"),
         down=backend.pack(numbers(hidden, size, dtype=dtype, seed=3, scale=0.1), numbers(hidden, dtype=dtype, seed=4)),
         eps=1e-5,

@@ -61,7 +61,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "size of a norm": (lambda: OPS.rms_norm(ones(2, 8), ones(7), 1e-5), "weight: must be of shape"),
     "strides of a norm": (lambda: OPS.rms_norm(ones(2, 8), ones(16)[::2], 1e-5), "weight: must be contiguous"),
     "dtype of a residual": (
-        lambda: OPS.add_rms_norm(ones(2, 8, dtype=BF16), ones(2, 8, dtype=BF16), ones(8, dtype=BF16), 1e-5),
+        lambda: OPS.add_rms_norm(ones(2, 8, dtype=BF16), ones(2, 8, dtype=BF16), ones(8), 1e-5),
         "residual_TE: must be torch.float32",
     ),
     "size of a residual": (lambda: OPS.add_rms_norm(ones(2, 8), ones(1, 8), ones(8), 1e-5), "residual_TE: must be of"),

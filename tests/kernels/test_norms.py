@@ -15,7 +15,7 @@ def test_rms_norm_equals_reference(ops: Operators[Any, Any], shape: tuple[int, .
     """Over rows, and over the heads of a view of a fused projection, as Qwen3 does."""
     wide = random_rows(*shape[:-1], 2 * shape[-1], dtype=dtype)
     x = wide[..., : shape[-1]]
-    weight = random_rows(3, shape[-1], dtype=dtype)[1]
+    weight = random_rows(3, shape[-1], dtype=torch.float32)[1]
     assert_close(ops.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
 
 
@@ -30,7 +30,7 @@ def test_reference_rms_norm_by_hand() -> None:
 def test_add_rms_norm_equals_reference(ops: Operators[Any, Any], size: int, dtype: torch.dtype) -> None:
     """The residual stream goes on as the sum, in float32 whatever the norm's type; x is left alone."""
     x_TE, residual_TE = random_rows(7, size, dtype=dtype), random_rows(14, size, dtype=torch.float32)[7:]
-    weight_E = random_rows(3, size, dtype=dtype)[1]
+    weight_E = random_rows(3, size, dtype=torch.float32)[1]
     x_before, expected_residual_TE = x_TE.clone(), residual_TE.clone()
     actual_TE = ops.add_rms_norm(x_TE, residual_TE, weight_E, 1e-5)
     assert_close(actual_TE, REFERENCE.add_rms_norm(x_TE, expected_residual_TE, weight_E, 1e-5))
@@ -41,7 +41,7 @@ def test_add_rms_norm_equals_reference(ops: Operators[Any, Any], size: int, dtyp
 
 def test_reference_add_rms_norm_by_hand() -> None:
     """1 + 2**-9 is no bfloat16, but it is what the residual stream keeps of a bfloat16 1 and a float32 2**-9."""
-    x, weight = torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)
+    x, weight = torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(2)
     residual = torch.tensor([[2.0**-9, -1.0]])
     normed = REFERENCE.add_rms_norm(x, residual, weight, 0.0)
     assert residual.tolist() == [[1 + 2.0**-9, 0.0]]

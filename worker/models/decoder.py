@@ -30,8 +30,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def scale(self, config: ModelConfig) -> torch.Tensor:
-        """What normalised numbers are multiplied with."""
-        return self.weight + config.norm_offset if config.norm_offset else self.weight
+        """What normalised numbers are multiplied with, in float32."""
+        return self.weight.float() + config.norm_offset
 
 
 def _scale(norm: RMSNorm | None, config: ModelConfig) -> torch.Tensor | None:

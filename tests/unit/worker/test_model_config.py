@@ -303,9 +303,16 @@ REFUSED = {
     "architecture": ({"architectures": ["GPT2LMHeadModel"]}, r"architectures: GPT2LMHeadModel .*LlamaForCausalLM"),
     "no architecture": ({"architectures": REMOVED}, r"architectures: \(none\)"),
     "null architectures": ({"architectures": None}, r"architectures: \(none\)"),
+    "architectures as a word": ({"architectures": "LlamaForCausalLM"}, r"architectures: must be a list, got 'Llama"),
+    "architectures as an object": ({"architectures": {"0": "x"}}, r"architectures: must be a list, got \{"),
+    "an architecture that is no name": ({"architectures": [["x"]]}, r"architectures: must be a name, got \['x'\]"),
+    "an architecture of lines": ({"architectures": ["Llama\nx"]}, r"architectures: must be a name, got 'Llama\\nx'"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config: "),
     "activation": ({"hidden_act": "gelu"}, r"hidden_act: gelu .*silu"),
     "heads": ({"num_key_value_heads": 2}, r"num_attention_heads: 9 .* num_key_value_heads, 2"),
+    "more heads than numbers": ({"hidden_size": 8}, r"hidden_size: 8 is less than num_attention_heads, 9"),
+    "head of odd size": ({"head_dim": 63}, r"head_dim: must be even for RoPE, got 63"),
+    "head of no size": ({"head_dim": 0}, r"head_dim: must be a positive integer, got 0"),
     "partial rope": ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor: "),
     "partial rope, new": (
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -344,6 +351,14 @@ REFUSED = {
         r"max_window_layers: must be a non-negative integer, got -1",
     ),
     "no positions": ({"max_position_embeddings": 0}, r"max_position_embeddings: must be a positive integer, got 0"),
+    "layer types that are no names": (
+        {"architectures": ["Gemma2ForCausalLM"], "hidden_act": REMOVED, "layer_types": [["full_attention"]] * 30},
+        r"layer_types: \['full_attention'\] is not supported",
+    ),
+    "Gemma 3 with one rope for all layers": (
+        {"architectures": ["Gemma3ForCausalLM"], "hidden_act": REMOVED},
+        r"rope_parameters: must be given for each of full_attention, sliding_attention, got rope_theta",
+    ),
     "rope as a word": ({"rope_parameters": "linear"}, r"rope_parameters: must be an object"),
     "llama3 without its factors": (
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
@@ -425,12 +440,45 @@ def test_a_size_that_is_none_is_named(read: Read, key: str, value: object) -> No
         read(**{key: value})
 
 
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [
+        ("num_hidden_layers", 10_000),
+        ("num_attention_heads", 10_000),
+        ("num_key_value_heads", 10_000),
+        ("head_dim", 10_000),
+        ("hidden_size", 2**24),
+        ("intermediate_size", 2**24),
+        ("vocab_size", 2**24),
+        ("max_position_embeddings", 2**31 - 1),
+    ],
+)
+@pytest.mark.parametrize("value", [1, 10**30], ids=["one more", "many"])
+def test_a_size_that_no_model_has_is_named(read: Read, key: str, most: int, value: int) -> None:
+    """Scenario: a file with a few zeros too many took the memory of the machine, or overflowed in torch."""
+    with pytest.raises(ModelError, match=rf"config\.json: {key}: must be at most {most}, got {most + value}$"):
+        read(**{key: most + value})
+
+
+@pytest.mark.parametrize("value", [5, True, ["silu"], {}, "", "a b", "x" * 101], ids=lambda value: repr(value)[:8])
+@pytest.mark.parametrize("key", ["hidden_act", "dtype", "torch_dtype"])
+def test_a_name_that_is_none_is_named(read: Read, key: str, value: object) -> None:
+    with pytest.raises(ModelError, match=rf"config\.json: {key}: must be a name, got "):
+        read(**({"dtype": REMOVED} | {key: value}))
+
+
+def test_what_is_quoted_stays_short(read: Read) -> None:
+    with pytest.raises(ModelError) as caught:
+        read(hidden_size=list(range(10_000)))
+    assert len(str(caught.value)) < 400
+
+
 def test_a_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json does not exist: not a Hugging Face model folder"):
         read_model_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "\udcff"])
+@pytest.mark.parametrize("text", ["", "{", "\udcff", "[" * 100_000, '{"hidden_size": ' + "9" * 5000 + "}"], ids=ascii)
 def test_a_config_that_is_not_json(read: Read, text: str) -> None:
     (read.folder / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):

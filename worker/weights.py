@@ -2,7 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ Progress = Callable[[str, int, int], None]
 
 _SHARD_INDEX = "model.safetensors.index.json"
 _READ_BYTES = 2**22
+_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Of tensors that can be loaded, as safetensors call them."""
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -26,9 +30,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
     index = folder / _SHARD_INDEX
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            files = [folder / name for name in names]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            files = [folder / name for name in sorted(set(_weight_map(folder).values()))]
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ModelError(f"{index} is not a shard index: {error!r}") from error
         if not files:
             raise ModelError(f"{index} is not a shard index: it names no file")
@@ -36,8 +39,39 @@ def checkpoint_files(folder: Path) -> list[Path]:
         files = [folder / "model.safetensors"]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
-        raise ModelError(f"{folder}: {', '.join(missing)} missing; Pagoda loads safetensors checkpoints")
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        if (folder / missing[0]).is_dir():
+            raise ModelError(f"{folder}: {missing[0]} is a folder, not a file")
+        raise ModelError(f"{folder}: {missing[0]}{more} missing; Pagoda loads safetensors checkpoints")
     return files
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """What the index says of tensors: in which file each is. Empty without an index."""
+    index = folder / _SHARD_INDEX
+    if not index.exists():
+        return {}
+    names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return names
+
+
+def checkpoint_size(files: list[Path]) -> tuple[int, int]:
+    """How many numbers the files' tensors have, and how many bytes, by their headers. Raises `ModelError`."""
+    num_parameters = num_bits = 0
+    for path in files:
+        with _open(path) as checkpoint:
+            for name in checkpoint.keys():  # noqa: SIM118  (it is not a dict)
+                tensor = checkpoint.get_slice(name)
+                count = math.prod(tensor.get_shape())
+                num_parameters += count
+                num_bits += count * _bits(tensor.get_dtype())
+    return num_parameters, num_bits // 8
+
+
+def _bits(dtype: str) -> int:
+    """Of one number: BF16 has 16, F8_E4M3 has 8, BOOL has 8."""
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +101,39 @@ def check_weights(shards: Mapping[str, Shard], files: list[Path], *, ignored_pre
 
     Raises `ModelError` naming file and tensor for a missing, unexpected or misshapen tensor or an unreadable file.
     """
-    missing = set(shards)
+    found: dict[str, Path] = {}
     for path in files:
         with _open(path) as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118  (it is not a dict)
                 if name in shards:
-                    shape, expected = checkpoint.get_slice(name).get_shape(), list(shards[name].shape)
-                    if shape != expected:
-                        raise ModelError(f"{path}: tensor {name} has shape {shape}, config.json asks for {expected}")
-                    missing.discard(name)
+                    if name in found:
+                        raise ModelError(f"{path}: tensor {name} is in {found[name].name} too")
+                    found[name] = path
+                    if (problem := _problem_with(checkpoint.get_slice(name), shards[name])) is not None:
+                        raise ModelError(f"{path}: tensor {name} {problem}")
                 elif not _is_ignorable(name, shards) and not name.startswith(ignored_prefixes):
-                    raise ModelError(f"{path}: tensor {name} has no place in this architecture")
-    if missing:
-        raise ModelError(f"{files[0].parent}: {len(missing)} tensors are missing, the first is {min(missing)}")
+                    raise ModelError(f"{path}: tensor {name} has no place in the model that config.json describes")
+    if missing := shards.keys() - found.keys():
+        raise ModelError(_where_missing(missing, files))
+
+
+def _problem_with(tensor: Any, shard: Shard) -> str | None:
+    shape, dtype = tensor.get_shape(), tensor.get_dtype()
+    if shape != list(shard.shape):
+        return f"has shape {shape}, config.json asks for {list(shard.shape)}"
+    if dtype not in _DTYPES:  # would be converted all the same, and mean something else
+        return f"has dtype {dtype}, supported: {', '.join(_DTYPES)}; quantised checkpoints are not supported"
+    return None
+
+
+def _where_missing(missing: Set[str], files: list[Path]) -> str:
+    name, folder = min(missing), files[0].parent
+    more = f", nor are {len(missing) - 1} more" if len(missing) > 1 else ""
+    listed = _weight_map(folder).get(name)
+    if listed is not None:
+        return f"{folder / listed}: tensor {name} is not there, where {_SHARD_INDEX} says it is{more}"
+    where = files[0] if len(files) == 1 else folder / _SHARD_INDEX
+    return f"{where}: tensor {name}, which config.json asks for, is missing{more}"
 
 
 def load_weights(

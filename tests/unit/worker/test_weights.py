@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from pagoda.worker.errors import ModelError
-from pagoda.worker.weights import Shard, checkpoint_files, load_weights, weights_digest
+from pagoda.worker.weights import Shard, checkpoint_files, checkpoint_size, load_weights, weights_digest
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 TENSORS = {
@@ -117,7 +117,7 @@ def test_tied_head_is_skipped(tmp_path: Path) -> None:
 
 def test_missing_head_of_a_model_that_is_not_tied(tmp_path: Path) -> None:
     save_file({EMBED: TENSORS[EMBED], NORM: TENSORS[NORM]}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"1 tensors are missing, the first is lm_head\.weight"):
+    with pytest.raises(ModelError, match=r"/model\.safetensors: tensor lm_head\.weight, .*, is missing$"):
         load(tmp_path, views(EMBED, NORM, HEAD))
 
 
@@ -139,11 +139,34 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ModelError, match=r": model-00002-of-00003\.safetensors missing"):
         checkpoint_files(tmp_path)
+    (tmp_path / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(ModelError, match=r": model-00002-of-00003\.safetensors and 1 more missing"):
+        checkpoint_files(tmp_path)
+
+
+def test_folder_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(ModelError, match=r": model\.safetensors is a folder, not a file"):
+        checkpoint_files(tmp_path)
+    (tmp_path / INDEX).mkdir()
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json is not a shard index: IsADirectoryError"):
+        checkpoint_files(tmp_path)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 1}}'],
+    [
+        "",
+        "{",
+        "[" * 100_000,
+        "[]",
+        "null",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 1}}',
+    ],
+    ids=lambda text: text[:20],
 )
 def test_broken_index_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX).write_text(text, encoding="utf-8")
@@ -152,10 +175,48 @@ def test_broken_index_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_missing_tensor_is_named(tmp_path: Path) -> None:
-    """Also if a shard's file is there but does not hold what the index says."""
+    """In whichever of the files it is sought."""
     write_shards(tmp_path, [EMBED], [HEAD])
-    with pytest.raises(ModelError, match=r"1 tensors are missing, the first is model\.norm\.weight"):
+    with pytest.raises(ModelError, match=r"/model\.safetensors\.index\.json: tensor model\.norm\.weight.* is missing$"):
         load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+def test_tensor_that_is_not_where_the_index_says_is_named(tmp_path: Path) -> None:
+    """Scenario: one file of a checkpoint was replaced by another one's of the same name."""
+    write_shards(tmp_path, [EMBED], [NORM, HEAD])
+    save_file({"rotary_emb.inv_freq": torch.ones(2)}, tmp_path / "model-00002-of-00002.safetensors")
+    message = r"model-00002-of-00002\.safetensors: tensor lm_head\.weight is not there, .*, nor are 1 more$"
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+def test_tensor_of_two_files_is_named(tmp_path: Path) -> None:
+    """Which of them is meant, nobody knows."""
+    write_shards(tmp_path, [EMBED, NORM], [NORM, HEAD])
+    message = (
+        r"model-00002-of-00002\.safetensors: tensor model\.norm\.weight is in model-00001-of-00002\.safetensors too"
+    )
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_tensor_of_a_type_that_means_something_else_is_named(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Scenario: a quantised checkpoint whose config does not say so; its numbers, read as they are, are nonsense."""
+    save_file(TENSORS | {NORM: torch.ones(3).to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"/model\.safetensors: tensor model\.norm\.weight has dtype [IUBF]\w+, supported: "
+    ):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+def test_size_of_a_checkpoint(tmp_path: Path) -> None:
+    """Of all its files, whatever types are in them."""
+    write_shards(tmp_path, [EMBED], [NORM])
+    assert checkpoint_size(checkpoint_files(tmp_path)) == (15, 60)
+    others = {"a": torch.ones(3, dtype=torch.bool), "b": torch.ones(2).to(torch.float8_e4m3fn), "c": torch.ones(())}
+    save_file(others, tmp_path / "other.safetensors")
+    assert checkpoint_size([tmp_path / "other.safetensors"]) == (6, 3 + 2 + 4)
 
 
 def test_unexpected_tensor_is_named(tmp_path: Path) -> None:

@@ -57,7 +57,10 @@ def test_version() -> None:
     assert invoke("--version").stdout == f"pagoda, version {__version__}\n"
 
 
-@pytest.mark.parametrize("command", [(), ("serve",), ("generate",), ("model",), ("model", "fetch"), ("model", "list")])
+@pytest.mark.parametrize(
+    "command",
+    [(), ("serve",), ("generate",), ("model",), ("model", "fetch"), ("model", "list"), ("model", "inspect")],
+)
 def test_help(command: tuple[str, ...]) -> None:
     result = invoke(*command, "-h")
     assert result.exit_code == 0

@@ -108,9 +108,7 @@ def _qwen(architecture: str, raw: RawConfig) -> dict[str, Any]:
     config = _decoder(raw)
     num_layers, types = config["num_layers"], ["full_attention"] * config["num_layers"]
     if raw.flag("use_sliding_window") and raw.get("sliding_window") is not None:
-        first = raw.get("max_window_layers")
-        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-            raise ModelError(f"max_window_layers: must be a non-negative integer, got {first!r}")
+        first = raw.not_negative("max_window_layers")
         types = ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
         config |= _layers(raw, raw.layer_windows(num_layers, layer_types=types))
     else:

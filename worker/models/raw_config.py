@@ -49,6 +49,14 @@ class RawConfig:
         """A `size` of a context or window; no memory is asked for by it."""
         return self.size(key, default, at_most=_MAX_TOKENS)
 
+    def not_negative(self, key: str) -> int:
+        """An integer, 0 or more."""
+        value = self.values[key]
+        if not _is_integer(value) or value < 0:
+            raise ModelError(f"{key}: must be a non-negative integer, got {_quoted(value)}")
+        number: int = value
+        return number
+
     def name(self, *keys: str, default: str) -> str:
         """The value of the first key that is there and not null: a word."""
         for key in keys:
@@ -114,6 +122,9 @@ class RawConfig:
         """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before)."""
         key = "rope_parameters" if self.values.get("rope_parameters") else "rope_scaling"
         scaling = self.part(key)
+        for kind in LAYER_TYPES:
+            if kind in scaling.values:
+                raise ModelError(f"{key}: {kind}: this architecture has one RoPE for all layers")
         for source in (self, scaling):
             if source.positive("partial_rotary_factor", 1.0) != 1.0:
                 raise ModelError("partial_rotary_factor: only 1.0 is supported")

@@ -10,7 +10,7 @@ import pytest
 from pagoda.kernels.rope import RopeConfig
 from pagoda.worker.errors import ConfigError, ModelError
 from pagoda.worker.models.config import LayerConfig, ModelConfig
-from pagoda.worker.models.families import read_model_config
+from pagoda.worker.models.families import FAMILIES, read_model_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -359,6 +359,10 @@ REFUSED = {
         {"architectures": ["Gemma3ForCausalLM"], "hidden_act": REMOVED},
         r"rope_parameters: must be given for each of full_attention, sliding_attention, got rope_theta",
     ),
+    "Llama with a rope for each kind of layers": (
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+        r"rope_parameters: full_attention: this architecture has one RoPE for all layers",
+    ),
     "rope as a word": ({"rope_parameters": "linear"}, r"rope_parameters: must be an object"),
     "llama3 without its factors": (
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
@@ -465,6 +469,43 @@ def test_a_size_that_no_model_has_is_named(read: Read, key: str, most: int, valu
 def test_a_name_that_is_none_is_named(read: Read, key: str, value: object) -> None:
     with pytest.raises(ModelError, match=rf"config\.json: {key}: must be a name, got "):
         read(**({"dtype": REMOVED} | {key: value}))
+
+
+JUNK = [
+    None, True, 0, 1, -1, 1.5, float("nan"), float("inf"), 2**31, 10**400, "", "x", "x\ny", "x" * 5000, [], [[]],
+    {}, {"a": 1}, {"rope_type": "linear"}, {"full_attention": 5}, ["full_attention"], [[[[1]]]], [*range(1000)],
+]  # fmt: skip
+KEYS: dict[str, Any] = LLAMA | {
+    "final_logit_softcapping": 1.0,
+    "head_dim": 64,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": ["full_attention"] * 30,
+    "max_window_layers": 1,
+    "query_pre_attn_scalar": 64,
+    "rope_parameters": None,
+    "rope_scaling": LLAMA3_SCALING | {"rope_type": "llama3"},
+    "sliding_window": 64,
+    "use_sliding_window": True,
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_whatever_a_value_is_one_line_says_so(read: Read, architecture: str) -> None:
+    """A file is read, or refused in one short line with its name; never a traceback, never hours of work."""
+    good = KEYS | {"architectures": [architecture]}
+    for key in good:
+        for value in (*JUNK, REMOVED):
+            raw = {name: each for name, each in (good | {key: value}).items() if each is not REMOVED}
+            if architecture == "Gemma3ForConditionalGeneration":
+                raw = {"text_config": raw, "architectures": raw.pop("architectures", None)}
+            read.write("config.json", json.dumps(raw))
+            try:
+                read_model_config(read.folder)
+            except ModelError as error:
+                said = str(error).removeprefix(str(read.folder))
+                assert said.startswith("/config.json: ")
+                assert len(said) < 300
+                assert said.isprintable()
 
 
 def test_what_is_quoted_stays_short(read: Read) -> None:

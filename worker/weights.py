@@ -15,12 +15,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pagoda.worker.errors import ModelError
+from pagoda.worker.quoting import quoted
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is going on, how much is done, of how much)."""
 
 _SHARD_INDEX = "model.safetensors.index.json"
 _READ_BYTES = 2**22
+_MAX_NAME = 200
+_MAX_HEADER_BYTES = 10**8
+"""As safetensors itself allows."""
 _DTYPES = ("F64", "F32", "F16", "BF16")
 """Of tensors that can be loaded, as safetensors call them."""
 
@@ -30,11 +34,15 @@ def checkpoint_files(folder: Path) -> list[Path]:
     index = folder / _SHARD_INDEX
     if index.exists():
         try:
-            files = [folder / name for name in sorted(set(_weight_map(folder).values()))]
+            names = sorted(set(_weight_map(folder).values()))
+            files = [folder / name for name in names]
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ModelError(f"{index} is not a shard index: {error!r}") from error
         if not files:
             raise ModelError(f"{index} is not a shard index: it names no file")
+        for name in names:
+            if Path(name).name != name or not name.isprintable() or not 0 < len(name) <= _MAX_NAME:
+                raise ModelError(f"{index} is not a shard index: {quoted(name)} is not a file's name")
     else:
         files = [folder / "model.safetensors"]
     missing = [path.name for path in files if not path.is_file()]
@@ -112,7 +120,8 @@ def check_weights(shards: Mapping[str, Shard], files: list[Path], *, ignored_pre
                     if (problem := _problem_with(checkpoint.get_slice(name), shards[name])) is not None:
                         raise ModelError(f"{path}: tensor {name} {problem}")
                 elif not _is_ignorable(name, shards) and not name.startswith(ignored_prefixes):
-                    raise ModelError(f"{path}: tensor {name} has no place in the model that config.json describes")
+                    shown = name if name.isprintable() and len(name) <= _MAX_NAME else quoted(name)
+                    raise ModelError(f"{path}: tensor {shown} has no place in the model that config.json describes")
     if missing := shards.keys() - found.keys():
         raise ModelError(_where_missing(missing, files))
 
@@ -171,7 +180,27 @@ def _open(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as checkpoint:
             yield checkpoint
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        raise ModelError(f"{path} cannot be read: {_cause(path) or error}") from error
+
+
+def _cause(path: Path) -> str | None:
+    """What is wrong with a file that safetensors only calls malformed: the two things that befall whole folders."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            if start + file.read(16) == b"version https://git-lfs.":
+                return "it is a Git LFS pointer; `git lfs pull` brings what it points to"
+            file.seek(8)
+            num_header_bytes = int.from_bytes(start, "little")
+            header = json.loads(file.read(num_header_bytes)) if num_header_bytes <= _MAX_HEADER_BYTES else {}
+        ends = {name: tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"}
+        num_bytes, num_expected = path.stat().st_size, 8 + num_header_bytes + max(ends.values(), default=0)
+        if num_bytes >= num_expected:
+            return None
+        first = min((end, name) for name, end in ends.items() if 8 + num_header_bytes + end > num_bytes)[1]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    return f"it has {num_bytes} of {num_expected} bytes; tensor {first} is the first that is not whole"
 
 
 def weights_digest(folder: Path, files: list[Path]) -> bytes:

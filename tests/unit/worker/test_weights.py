@@ -144,6 +144,16 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
         checkpoint_files(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", ".", "", "a\nb", "a\0b", "a" * 5000], ids=ascii
+)
+def test_index_that_names_what_is_no_file_of_the_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {EMBED: name}}), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"index\.json is not a shard index: '.*' is not a file's name$") as caught:
+        checkpoint_files(tmp_path)
+    assert len(str(caught.value).removeprefix(str(tmp_path))) < 250
+
+
 def test_folder_in_place_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").mkdir()
     with pytest.raises(ModelError, match=r": model\.safetensors is a folder, not a file"):
@@ -243,10 +253,35 @@ def test_truncated_file_is_named(tmp_path: Path, num_bytes: int) -> None:
         load(tmp_path, views(EMBED, NORM, HEAD))
 
 
+def test_tensor_in_which_a_file_ends_is_named(tmp_path: Path) -> None:
+    """And how much is missing. The tensors lie in the order head, embedding, norm."""
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-13])
+    said = rf"it has {len(content) - 13} of {len(content)} bytes; tensor model\.embed_tokens\.weight is the first"
+    with pytest.raises(ModelError, match=said):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+def test_pointer_of_git_lfs_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(GARBAGE["LFS pointer"])
+    with pytest.raises(ModelError, match="cannot be read: it is a Git LFS pointer; `git lfs pull` brings"):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+def test_name_of_a_tensor_that_would_spoil_the_line_is_quoted(tmp_path: Path) -> None:
+    save_file(TENSORS | {"a\nb": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"tensor 'a\\nb' has no place"):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
 GARBAGE = {
     "LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
     "zeros": bytes(1000),
     "ones": b"\xff" * 1000,
+    "no tensors": (2).to_bytes(8, "little") + b"[]",
+    "tensors without places": (8).to_bytes(8, "little") + b'{"a":{}}',
     "not JSON": (8).to_bytes(8, "little") + b"{{{{{{{{",
 }
 

@@ -188,6 +188,13 @@ def test_model_folder_without_weights(command: str, tmp_path: Path) -> None:
     assert "model.safetensors missing" in error(command, "--model", tmp_path)
 
 
+def test_a_broken_tokenizer_is_named_before_weights_are_loaded(tmp_path: Path) -> None:
+    (write_tiny_model(tmp_path) / "tokenizer.json").write_text("{")
+    result = invoke("generate", "--model", tmp_path, stdin='{"prompt": "a"}')
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: {tmp_path}: its tokenizer cannot be loaded: ")
+
+
 @pytest.mark.parametrize(("arguments", "name"), [((), "smollm2-135m"), (("org/other",), "org/other")])
 def test_fetch_takes_the_model_that_is_served_by_default(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], name: str

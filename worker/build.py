@@ -161,7 +161,12 @@ def load_model(plan: EnginePlan, num_threads: int | None, progress: Progress) ->
     with default_dtype(plan.dtype), plan.device:
         model = Decoder(plan.model, ops, spec.places)
         cache_NL2PKD = torch.zeros(
-            plan.num_blocks, spec.layers_per_block, 2, spec.block_size, spec.num_kv_heads, spec.head_size
+            plan.num_blocks,
+            spec.layers_per_block,
+            spec.vectors_per_head,
+            spec.block_size,
+            spec.num_kv_heads,
+            spec.head_size,
         )
     shards = model.checkpoint_shards()
     load_weights(shards, plan.files, ignored_prefixes=plan.model.ignored_prefixes, progress=progress)

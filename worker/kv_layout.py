@@ -27,6 +27,8 @@ class KVLayout:
     num_kv_heads: int
     """On this rank."""
     head_size: int
+    vectors_per_head: int
+    """2: a key and a value; 1: what stands for both."""
     dtype: str
     """Of the stored numbers, such as `bfloat16`."""
     layers_per_block: int
@@ -42,6 +44,7 @@ class KVLayout:
             block_size=spec.block_size,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
+            vectors_per_head=spec.vectors_per_head,
             dtype=dtype,
             layers_per_block=spec.layers_per_block,
             groups=tuple(group.layers for group in spec.groups),

@@ -39,6 +39,8 @@ class KVCacheSpec:
     """On this rank."""
     head_size: int
     dtype_bytes: int
+    vectors_per_head: int = 2
+    """Of a token and layer: key and value; 1 where one latent is both (MLA)."""
 
     @property
     def layers_per_block(self) -> int:
@@ -48,7 +50,8 @@ class KVCacheSpec:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, the same in all groups."""
-        return self.layers_per_block * 2 * self.block_size * self.num_kv_heads * self.head_size * self.dtype_bytes
+        numbers_per_token = self.vectors_per_head * self.num_kv_heads * self.head_size
+        return self.layers_per_block * self.block_size * numbers_per_token * self.dtype_bytes
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -48,8 +48,9 @@ class Tokenizer:
         self._tokenizer: Any
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
+        except Exception as error:  # whatever wrong files make of the library's code
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            raise ModelError(f"{folder}: its tokenizer cannot be loaded: {reason}") from error
         self.vocabulary = Vocabulary(self._tokenizer)
         self._encoder = encoder = text_encoder_for(self._tokenizer)
         self._cache = TokenCache(encoder.encode, lookahead=encoder.lookahead) if encoder is not None else None

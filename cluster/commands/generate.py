@@ -74,9 +74,10 @@ def generate(source: TextIO, sink: TextIO, **options: Any) -> None:
     lines = _parse(source, defaults)
     config = engine_config(options)
     plan_engine(config)
+    tokenizer = Tokenizer(config.model_path)  # before the weights, which take longer
     with show_progress() as progress:
         engine = AsyncEngine(config, progress=progress)
-    service = InferenceService(Tokenizer(config.model_path), LocalWorkerClient(engine), engine.limits)
+    service = InferenceService(tokenizer, LocalWorkerClient(engine), engine.limits)
     try:
         asyncio.run(_run(service, lines, sink, num_at_once=4 * config.scheduler.max_num_seqs))
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 from pagoda.kernels.interface import Activation
 from pagoda.worker.errors import ModelError
 from pagoda.worker.models.config import LayerConfig, ModelConfig
-from pagoda.worker.models.raw_config import RawConfig, eos_token_ids, read_json
+from pagoda.worker.models.raw_config import LAYER_TYPES, RawConfig, eos_token_ids, read_json
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -32,7 +32,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def _parse(values: Mapping[str, Any], ends: frozenset[int]) -> ModelConfig:
-    architecture = str((values.get("architectures") or ["(none)"])[0])
+    architecture = RawConfig(values).architecture()
     if architecture not in FAMILIES:
         raise ModelError(f"architectures: {architecture} is not supported; supported: {', '.join(FAMILIES)}")
     if values.get("quantization_config"):
@@ -45,15 +45,19 @@ def _parse(values: Mapping[str, Any], ends: frozenset[int]) -> ModelConfig:
 
 def _decoder(raw: RawConfig, *, activation: str = "silu", activation_key: str = "hidden_act") -> dict[str, Any]:
     """What all families have in common: a Llama without biases, norms of heads or windows."""
-    activation = str(raw.get(activation_key) or activation)
+    activation = raw.name(activation_key, default=activation)
     if activation not in _ACTIVATIONS:
         raise ModelError(f"{activation_key}: {activation} is not supported; supported: {', '.join(_ACTIVATIONS)}")
-    hidden_size, num_layers = raw.size("hidden_size"), raw.size("num_hidden_layers")
-    num_heads = raw.size("num_attention_heads")
-    num_kv_heads = raw.size("num_key_value_heads", num_heads)
+    hidden_size, num_layers = raw.size("hidden_size"), raw.count("num_hidden_layers")
+    num_heads = raw.count("num_attention_heads")
+    num_kv_heads = raw.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ModelError(f"num_attention_heads: {num_heads} is not a multiple of num_key_value_heads, {num_kv_heads}")
-    head_size = raw.size("head_dim", hidden_size // num_heads)
+    if raw.get("head_dim") is None and hidden_size < num_heads:
+        raise ModelError(f"hidden_size: {hidden_size} is less than num_attention_heads, {num_heads}")
+    head_size = raw.count("head_dim", hidden_size // num_heads)
+    if head_size % 2:
+        raise ModelError(f"head_dim: must be even for RoPE, got {head_size}")
     return {
         "num_layers": num_layers,
         "hidden_size": hidden_size,
@@ -62,9 +66,9 @@ def _decoder(raw: RawConfig, *, activation: str = "silu", activation_key: str = 
         "num_kv_heads": num_kv_heads,
         "head_size": head_size,
         "vocab_size": raw.size("vocab_size"),
-        "max_position": raw.size("max_position_embeddings", 2048),
+        "max_position": raw.tokens("max_position_embeddings", 2048),
         "rms_norm_eps": raw.positive("rms_norm_eps", 1e-6),
-        "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
+        "dtype": raw.dtype(),
         "tie_word_embeddings": raw.flag("tie_word_embeddings"),
         "qkv_bias": False,
         "output_bias": False,
@@ -94,7 +98,7 @@ def _mistral(_: str, raw: RawConfig) -> dict[str, Any]:
     """Every layer has the window, if there is one."""
     raw = RawConfig(raw.values, {"sliding_window": 4096})
     config = _decoder(raw)
-    window = 0 if raw.get("sliding_window") is None else raw.size("sliding_window")
+    window = 0 if raw.get("sliding_window") is None else raw.tokens("sliding_window")
     return config | _biases(raw) | _layers(raw, (window,) * config["num_layers"])
 
 
@@ -104,9 +108,7 @@ def _qwen(architecture: str, raw: RawConfig) -> dict[str, Any]:
     config = _decoder(raw)
     num_layers, types = config["num_layers"], ["full_attention"] * config["num_layers"]
     if raw.flag("use_sliding_window") and raw.get("sliding_window") is not None:
-        first = raw.get("max_window_layers")
-        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-            raise ModelError(f"max_window_layers: must be a non-negative integer, got {first!r}")
+        first = raw.not_negative("max_window_layers")
         types = ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
         config |= _layers(raw, raw.layer_windows(num_layers, layer_types=types))
     else:
@@ -182,6 +184,8 @@ def _gemma3(_: str, raw: RawConfig) -> dict[str, Any]:
     windows = raw.layer_windows(num_layers, layer_types=types)
     ropes = raw.part("rope_parameters")
     wide, near = ropes.part("full_attention"), ropes.part("sliding_attention")
+    if unknown := ropes.values.keys() - LAYER_TYPES:
+        raise ModelError(f"rope_parameters: must be given for each of {', '.join(LAYER_TYPES)}, got {min(unknown)}")
     if not ropes.values:  # as before transformers 5
         wide = raw.part("rope_scaling")
     full_rope = wide.rope_scaling(theta=raw.positive("rope_theta", 1_000_000.0))

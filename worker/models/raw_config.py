@@ -1,6 +1,7 @@
 """Reads single values of a Hugging Face `config.json`, and says which key is wrong."""
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,8 +9,13 @@ from typing import Any
 
 from pagoda.kernels.rope import RopeConfig
 from pagoda.worker.errors import ModelError
+from pagoda.worker.quoting import MAX_QUOTED, shortened
 
 SUPPORTED_ROPE = ("default", "linear", "llama3")
+_MAX_COUNT = 10_000
+_MAX_SIZE = 2**24
+"""Bounds that no model comes near, and within which sizes of tensors can still be computed."""
+_MAX_TOKENS = 2**31 - 1
 
 
 class RawConfig:
@@ -23,21 +29,58 @@ class RawConfig:
         """None if it is absent or null."""
         return self.values.get(key)
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, *, at_most: int = _MAX_SIZE) -> int:
         """A positive integer; `default`, if there is one, where it is absent or null."""
-        if default is not None and self.values.get(key) is None:
-            return default
-        value = self.values[key]
+        value = self.values.get(key)
+        if value is None:
+            value = self.values[key] if default is None else default
         if not _is_integer(value) or value < 1:
-            raise ModelError(f"{key}: must be a positive integer, got {value!r}")
+            raise ModelError(f"{key}: must be a positive integer, got {_quoted(value)}")
+        if value > at_most:
+            raise ModelError(f"{key}: must be at most {at_most}, got {_quoted(value)}")
         size: int = value
         return size
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A `size` of which tens of thousands are a mistake: layers, heads and the numbers of a head."""
+        return self.size(key, default, at_most=_MAX_COUNT)
+
+    def tokens(self, key: str, default: int | None = None) -> int:
+        """A `size` of a context or window; no memory is asked for by it."""
+        return self.size(key, default, at_most=_MAX_TOKENS)
+
+    def not_negative(self, key: str) -> int:
+        """An integer, 0 or more."""
+        value = self.values[key]
+        if not _is_integer(value) or value < 0:
+            raise ModelError(f"{key}: must be a non-negative integer, got {_quoted(value)}")
+        number: int = value
+        return number
+
+    def name(self, *keys: str, default: str) -> str:
+        """The value of the first key that is there and not null: a word."""
+        for key in keys:
+            value = self.values.get(key)
+            if value is not None:
+                return _word(key, value)
+        return default
+
+    def architecture(self) -> str:
+        """The first one that is named; `(none)` if none is."""
+        names = self.values.get("architectures")
+        if not isinstance(names, list | None):
+            raise ModelError(f"architectures: must be a list, got {_quoted(names)}")
+        return _word("architectures", names[0]) if names else "(none)"
+
+    def dtype(self) -> str:
+        """Type of the checkpoint's weights."""
+        return self.name("dtype", "torch_dtype", default="bfloat16")
 
     def flag(self, key: str) -> bool:
         """False if it is absent or null."""
         value = self.values.get(key)
         if not isinstance(value, bool | None):
-            raise ModelError(f"{key}: must be true or false, got {value!r}")
+            raise ModelError(f"{key}: must be true or false, got {_quoted(value)}")
         return bool(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
@@ -48,14 +91,14 @@ class RawConfig:
                 raise KeyError(key)
             return default
         if not (_is_integer(value) or isinstance(value, float)) or not 0 < value <= sys.float_info.max:
-            raise ModelError(f"{key}: must be a positive number, got {value!r}")
+            raise ModelError(f"{key}: must be a positive number, got {_quoted(value)}")
         return float(value)
 
     def part(self, key: str) -> "RawConfig":
         """An object within; empty if it is absent or null."""
         value = self.values.get(key)
         if not isinstance(value, dict | None):
-            raise ModelError(f"{key}: must be an object, got {value!r}")
+            raise ModelError(f"{key}: must be an object, got {_quoted(value)}")
         return RawConfig(value or {})
 
     def layer_windows(self, num_layers: int, *, layer_types: list[str]) -> tuple[int, ...]:
@@ -63,20 +106,25 @@ class RawConfig:
         named = self.values.get("layer_types")
         if named is not None:
             if not isinstance(named, list) or len(named) != num_layers:
-                raise ModelError(f"layer_types: must be a list of num_hidden_layers, {num_layers}, got {named!r}")
+                raise ModelError(
+                    f"layer_types: must be a list of num_hidden_layers, {num_layers}, got {_quoted(named)}"
+                )
             layer_types = named
         windows = {"full_attention": 0}
         if "sliding_attention" in layer_types:
-            windows["sliding_attention"] = self.size("sliding_window")
+            windows["sliding_attention"] = self.tokens("sliding_window")
         for kind in layer_types:
-            if kind not in windows:
-                raise ModelError(f"layer_types: {kind!r} is not supported; supported: {', '.join(LAYER_TYPES)}")
+            if not isinstance(kind, str) or kind not in windows:
+                raise ModelError(f"layer_types: {_quoted(kind)} is not supported; supported: {', '.join(LAYER_TYPES)}")
         return tuple(windows[kind] for kind in layer_types)
 
     def rope(self) -> RopeConfig:
         """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before)."""
         key = "rope_parameters" if self.values.get("rope_parameters") else "rope_scaling"
         scaling = self.part(key)
+        for kind in LAYER_TYPES:
+            if kind in scaling.values:
+                raise ModelError(f"{key}: {kind}: this architecture has one RoPE for all layers")
         for source in (self, scaling):
             if source.positive("partial_rotary_factor", 1.0) != 1.0:
                 raise ModelError("partial_rotary_factor: only 1.0 is supported")
@@ -84,7 +132,7 @@ class RawConfig:
 
     def rope_scaling(self, *, theta: float) -> RopeConfig:
         """This object as a `rope_scaling`; `theta` holds where it names none."""
-        kind = str(self.get("rope_type") or self.get("type") or "default")
+        kind = self.name("rope_type", "type", default="default")
         if kind not in SUPPORTED_ROPE:
             raise ModelError(f"rope_type: {kind} is not supported; supported: {', '.join(SUPPORTED_ROPE)}")
         theta = self.positive("rope_theta", theta)
@@ -98,7 +146,7 @@ class RawConfig:
         low, high = self.positive("low_freq_factor"), self.positive("high_freq_factor")
         if low >= high:
             raise ModelError(f"low_freq_factor: must be less than high_freq_factor, {high}, got {low}")
-        return RopeConfig(theta, kind, factor, low, high, self.size("original_max_position_embeddings"))
+        return RopeConfig(theta, kind, factor, low, high, self.tokens("original_max_position_embeddings"))
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -109,7 +157,7 @@ def eos_token_ids(path: Path, raw: Mapping[str, Any]) -> frozenset[int]:
     value = raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(_is_integer(token_id) for token_id in ids):
-        raise ModelError(f"{path}: eos_token_id: must be a token id or a list of them, got {value!r}")
+        raise ModelError(f"{path}: eos_token_id: must be a token id or a list of them, got {_quoted(value)}")
     return frozenset(ids)
 
 
@@ -119,11 +167,22 @@ def read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist: not a Hugging Face model folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path} does not hold a JSON object")
     return raw
+
+
+def _quoted(value: object) -> str:
+    """As it may stand in one line."""
+    return shortened(repr(value), MAX_QUOTED)
+
+
+def _word(key: str, value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[\w.-]{1,100}", value):
+        raise ModelError(f"{key}: must be a name, got {_quoted(value)}")
+    return value
 
 
 def _is_integer(value: object) -> bool:

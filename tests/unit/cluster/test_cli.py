@@ -57,7 +57,10 @@ def test_version() -> None:
     assert invoke("--version").stdout == f"pagoda, version {__version__}\n"
 
 
-@pytest.mark.parametrize("command", [(), ("serve",), ("generate",), ("model",), ("model", "fetch"), ("model", "list")])
+@pytest.mark.parametrize(
+    "command",
+    [(), ("serve",), ("generate",), ("model",), ("model", "fetch"), ("model", "list"), ("model", "inspect")],
+)
 def test_help(command: tuple[str, ...]) -> None:
     result = invoke(*command, "-h")
     assert result.exit_code == 0
@@ -183,6 +186,13 @@ def test_model_folder_without_weights(command: str, tmp_path: Path) -> None:
     """An interrupted copy: the file that is missing is named, not a stack trace shown."""
     (write_tiny_model(tmp_path) / "model.safetensors").unlink()
     assert "model.safetensors missing" in error(command, "--model", tmp_path)
+
+
+def test_a_broken_tokenizer_is_named_before_weights_are_loaded(tmp_path: Path) -> None:
+    (write_tiny_model(tmp_path) / "tokenizer.json").write_text("{")
+    result = invoke("generate", "--model", tmp_path, stdin='{"prompt": "a"}')
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: {tmp_path}: its tokenizer cannot be loaded: ")
 
 
 @pytest.mark.parametrize(("arguments", "name"), [((), "smollm2-135m"), (("org/other",), "org/other")])

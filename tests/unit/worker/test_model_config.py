@@ -10,7 +10,7 @@ import pytest
 from pagoda.kernels.rope import RopeConfig
 from pagoda.worker.errors import ConfigError, ModelError
 from pagoda.worker.models.config import LayerConfig, ModelConfig
-from pagoda.worker.models.families import read_model_config
+from pagoda.worker.models.families import FAMILIES, read_model_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -303,9 +303,16 @@ REFUSED = {
     "architecture": ({"architectures": ["GPT2LMHeadModel"]}, r"architectures: GPT2LMHeadModel .*LlamaForCausalLM"),
     "no architecture": ({"architectures": REMOVED}, r"architectures: \(none\)"),
     "null architectures": ({"architectures": None}, r"architectures: \(none\)"),
+    "architectures as a word": ({"architectures": "LlamaForCausalLM"}, r"architectures: must be a list, got 'Llama"),
+    "architectures as an object": ({"architectures": {"0": "x"}}, r"architectures: must be a list, got \{"),
+    "an architecture that is no name": ({"architectures": [["x"]]}, r"architectures: must be a name, got \['x'\]"),
+    "an architecture of lines": ({"architectures": ["Llama\nx"]}, r"architectures: must be a name, got 'Llama\\nx'"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config: "),
     "activation": ({"hidden_act": "gelu"}, r"hidden_act: gelu .*silu"),
     "heads": ({"num_key_value_heads": 2}, r"num_attention_heads: 9 .* num_key_value_heads, 2"),
+    "more heads than numbers": ({"hidden_size": 8}, r"hidden_size: 8 is less than num_attention_heads, 9"),
+    "head of odd size": ({"head_dim": 63}, r"head_dim: must be even for RoPE, got 63"),
+    "head of no size": ({"head_dim": 0}, r"head_dim: must be a positive integer, got 0"),
     "partial rope": ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor: "),
     "partial rope, new": (
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -344,6 +351,18 @@ REFUSED = {
         r"max_window_layers: must be a non-negative integer, got -1",
     ),
     "no positions": ({"max_position_embeddings": 0}, r"max_position_embeddings: must be a positive integer, got 0"),
+    "layer types that are no names": (
+        {"architectures": ["Gemma2ForCausalLM"], "hidden_act": REMOVED, "layer_types": [["full_attention"]] * 30},
+        r"layer_types: \['full_attention'\] is not supported",
+    ),
+    "Gemma 3 with one rope for all layers": (
+        {"architectures": ["Gemma3ForCausalLM"], "hidden_act": REMOVED},
+        r"rope_parameters: must be given for each of full_attention, sliding_attention, got rope_theta",
+    ),
+    "Llama with a rope for each kind of layers": (
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+        r"rope_parameters: full_attention: this architecture has one RoPE for all layers",
+    ),
     "rope as a word": ({"rope_parameters": "linear"}, r"rope_parameters: must be an object"),
     "llama3 without its factors": (
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
@@ -425,12 +444,82 @@ def test_a_size_that_is_none_is_named(read: Read, key: str, value: object) -> No
         read(**{key: value})
 
 
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [
+        ("num_hidden_layers", 10_000),
+        ("num_attention_heads", 10_000),
+        ("num_key_value_heads", 10_000),
+        ("head_dim", 10_000),
+        ("hidden_size", 2**24),
+        ("intermediate_size", 2**24),
+        ("vocab_size", 2**24),
+        ("max_position_embeddings", 2**31 - 1),
+    ],
+)
+@pytest.mark.parametrize("value", [1, 10**30], ids=["one more", "many"])
+def test_a_size_that_no_model_has_is_named(read: Read, key: str, most: int, value: int) -> None:
+    """Scenario: a file with a few zeros too many took the memory of the machine, or overflowed in torch."""
+    with pytest.raises(ModelError, match=rf"config\.json: {key}: must be at most {most}, got {most + value}$"):
+        read(**{key: most + value})
+
+
+@pytest.mark.parametrize("value", [5, True, ["silu"], {}, "", "a b", "x" * 101], ids=lambda value: repr(value)[:8])
+@pytest.mark.parametrize("key", ["hidden_act", "dtype", "torch_dtype"])
+def test_a_name_that_is_none_is_named(read: Read, key: str, value: object) -> None:
+    with pytest.raises(ModelError, match=rf"config\.json: {key}: must be a name, got "):
+        read(**({"dtype": REMOVED} | {key: value}))
+
+
+JUNK = [
+    None, True, 0, 1, -1, 1.5, float("nan"), float("inf"), 2**31, 10**400, "", "x", "x\ny", "x" * 5000, [], [[]],
+    {}, {"a": 1}, {"rope_type": "linear"}, {"full_attention": 5}, ["full_attention"], [[[[1]]]], [*range(1000)],
+]  # fmt: skip
+KEYS: dict[str, Any] = LLAMA | {
+    "final_logit_softcapping": 1.0,
+    "head_dim": 64,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": ["full_attention"] * 30,
+    "max_window_layers": 1,
+    "query_pre_attn_scalar": 64,
+    "rope_parameters": None,
+    "rope_scaling": LLAMA3_SCALING | {"rope_type": "llama3"},
+    "sliding_window": 64,
+    "use_sliding_window": True,
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_whatever_a_value_is_one_line_says_so(read: Read, architecture: str) -> None:
+    """A file is read, or refused in one short line with its name; never a traceback, never hours of work."""
+    good = KEYS | {"architectures": [architecture]}
+    for key in good:
+        for value in (*JUNK, REMOVED):
+            raw = {name: each for name, each in (good | {key: value}).items() if each is not REMOVED}
+            if architecture == "Gemma3ForConditionalGeneration":
+                raw = {"text_config": raw, "architectures": raw.pop("architectures", None)}
+            read.write("config.json", json.dumps(raw))
+            try:
+                read_model_config(read.folder)
+            except ModelError as error:
+                said = str(error).removeprefix(str(read.folder))
+                assert said.startswith("/config.json: ")
+                assert len(said) < 300
+                assert said.isprintable()
+
+
+def test_what_is_quoted_stays_short(read: Read) -> None:
+    with pytest.raises(ModelError) as caught:
+        read(hidden_size=list(range(10_000)))
+    assert len(str(caught.value)) < 400
+
+
 def test_a_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json does not exist: not a Hugging Face model folder"):
         read_model_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "\udcff"])
+@pytest.mark.parametrize("text", ["", "{", "\udcff", "[" * 100_000, '{"hidden_size": ' + "9" * 5000 + "}"], ids=ascii)
 def test_a_config_that_is_not_json(read: Read, text: str) -> None:
     (read.folder / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):

@@ -50,6 +50,27 @@ def test_template_that_refuses_the_messages(folder: Path) -> None:
         Tokenizer(folder).encode_chat(messages)
 
 
+BROKEN = [
+    ("tokenizer.json", ""),
+    ("tokenizer.json", "{"),
+    ("tokenizer.json", "[]"),
+    ("tokenizer.json", '{"model": null}'),
+    ("tokenizer_config.json", "[]"),
+    ("tokenizer_config.json", '{"tokenizer_class": 5}'),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), BROKEN)
+def test_files_that_are_no_tokenizer(tmp_path: Path, name: str, text: str) -> None:
+    """Scenario: an interrupted copy. The library fails in many ways, with several lines; one line names the folder."""
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ModelError) as caught:
+        Tokenizer(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}: its tokenizer cannot be loaded: ")
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_no_chat_template(tmp_path: Path) -> None:
     """A base model: chat is refused, plain prompts work."""
     write_byte_tokenizer(tmp_path)

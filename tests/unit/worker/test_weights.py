@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from pagoda.worker.errors import ModelError
-from pagoda.worker.weights import Shard, checkpoint_files, load_weights, weights_digest
+from pagoda.worker.weights import Shard, checkpoint_files, checkpoint_size, load_weights, weights_digest
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 TENSORS = {
@@ -117,7 +117,7 @@ def test_tied_head_is_skipped(tmp_path: Path) -> None:
 
 def test_missing_head_of_a_model_that_is_not_tied(tmp_path: Path) -> None:
     save_file({EMBED: TENSORS[EMBED], NORM: TENSORS[NORM]}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"1 tensors are missing, the first is lm_head\.weight"):
+    with pytest.raises(ModelError, match=r"/model\.safetensors: tensor lm_head\.weight, .*, is missing$"):
         load(tmp_path, views(EMBED, NORM, HEAD))
 
 
@@ -139,11 +139,44 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ModelError, match=r": model-00002-of-00003\.safetensors missing"):
         checkpoint_files(tmp_path)
+    (tmp_path / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(ModelError, match=r": model-00002-of-00003\.safetensors and 1 more missing"):
+        checkpoint_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", ".", "", "a\nb", "a\0b", "a" * 5000], ids=ascii
+)
+def test_index_that_names_what_is_no_file_of_the_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {EMBED: name}}), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"index\.json is not a shard index: '.*' is not a file's name$") as caught:
+        checkpoint_files(tmp_path)
+    assert len(str(caught.value).removeprefix(str(tmp_path))) < 250
+
+
+def test_folder_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(ModelError, match=r": model\.safetensors is a folder, not a file"):
+        checkpoint_files(tmp_path)
+    (tmp_path / INDEX).mkdir()
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json is not a shard index: IsADirectoryError"):
+        checkpoint_files(tmp_path)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 1}}'],
+    [
+        "",
+        "{",
+        "[" * 100_000,
+        "[]",
+        "null",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 1}}',
+    ],
+    ids=lambda text: text[:20],
 )
 def test_broken_index_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX).write_text(text, encoding="utf-8")
@@ -152,10 +185,48 @@ def test_broken_index_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_missing_tensor_is_named(tmp_path: Path) -> None:
-    """Also if a shard's file is there but does not hold what the index says."""
+    """In whichever of the files it is sought."""
     write_shards(tmp_path, [EMBED], [HEAD])
-    with pytest.raises(ModelError, match=r"1 tensors are missing, the first is model\.norm\.weight"):
+    with pytest.raises(ModelError, match=r"/model\.safetensors\.index\.json: tensor model\.norm\.weight.* is missing$"):
         load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+def test_tensor_that_is_not_where_the_index_says_is_named(tmp_path: Path) -> None:
+    """Scenario: one file of a checkpoint was replaced by another one's of the same name."""
+    write_shards(tmp_path, [EMBED], [NORM, HEAD])
+    save_file({"rotary_emb.inv_freq": torch.ones(2)}, tmp_path / "model-00002-of-00002.safetensors")
+    message = r"model-00002-of-00002\.safetensors: tensor lm_head\.weight is not there, .*, nor are 1 more$"
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+def test_tensor_of_two_files_is_named(tmp_path: Path) -> None:
+    """Which of them is meant, nobody knows."""
+    write_shards(tmp_path, [EMBED, NORM], [NORM, HEAD])
+    message = (
+        r"model-00002-of-00002\.safetensors: tensor model\.norm\.weight is in model-00001-of-00002\.safetensors too"
+    )
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_tensor_of_a_type_that_means_something_else_is_named(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Scenario: a quantised checkpoint whose config does not say so; its numbers, read as they are, are nonsense."""
+    save_file(TENSORS | {NORM: torch.ones(3).to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"/model\.safetensors: tensor model\.norm\.weight has dtype [IUBF]\w+, supported: "
+    ):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+def test_size_of_a_checkpoint(tmp_path: Path) -> None:
+    """Of all its files, whatever types are in them."""
+    write_shards(tmp_path, [EMBED], [NORM])
+    assert checkpoint_size(checkpoint_files(tmp_path)) == (15, 60)
+    others = {"a": torch.ones(3, dtype=torch.bool), "b": torch.ones(2).to(torch.float8_e4m3fn), "c": torch.ones(())}
+    save_file(others, tmp_path / "other.safetensors")
+    assert checkpoint_size([tmp_path / "other.safetensors"]) == (6, 3 + 2 + 4)
 
 
 def test_unexpected_tensor_is_named(tmp_path: Path) -> None:
@@ -182,10 +253,35 @@ def test_truncated_file_is_named(tmp_path: Path, num_bytes: int) -> None:
         load(tmp_path, views(EMBED, NORM, HEAD))
 
 
+def test_tensor_in_which_a_file_ends_is_named(tmp_path: Path) -> None:
+    """And how much is missing. The tensors lie in the order head, embedding, norm."""
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-13])
+    said = rf"it has {len(content) - 13} of {len(content)} bytes; tensor model\.embed_tokens\.weight is the first"
+    with pytest.raises(ModelError, match=said):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+def test_pointer_of_git_lfs_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(GARBAGE["LFS pointer"])
+    with pytest.raises(ModelError, match="cannot be read: it is a Git LFS pointer; `git lfs pull` brings"):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
+def test_name_of_a_tensor_that_would_spoil_the_line_is_quoted(tmp_path: Path) -> None:
+    save_file(TENSORS | {"a\nb": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"tensor 'a\\nb' has no place"):
+        load(tmp_path, views(EMBED, NORM, HEAD))
+
+
 GARBAGE = {
     "LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
     "zeros": bytes(1000),
     "ones": b"\xff" * 1000,
+    "no tensors": (2).to_bytes(8, "little") + b"[]",
+    "tensors without places": (8).to_bytes(8, "little") + b'{"a":{}}',
     "not JSON": (8).to_bytes(8, "little") + b"{{{{{{{{",
 }
 

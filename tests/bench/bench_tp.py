@@ -1,6 +1,6 @@
 """What a second rank costs beside its computing: one flat JSON object, metric -> number, in build/bench/tp.json.
 
-step_ms_tp1, step_ms_tp2   a steady decode step of 32 requests: schedule, execute, update, with a model that costs nothing
+step_ms_tp1, step_ms_tp2   a steady decode step of 32 requests: schedule, execute, update; its model costs nothing
 overhead_ms                what the second rank adds to it, at most 1
 plan_bytes_per_request     the largest plan of such a step, at most 200
 

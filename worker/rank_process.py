@@ -12,6 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
+    logging.basicConfig(level=logging.ERROR)  # what the first rank warns of need not be said once for each
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN)  # the first rank says when it is over, or ends
     config, seat = pickle.load(sys.stdin.buffer)

@@ -39,7 +39,7 @@ class AsyncEngine:
         name: str = "local",
         on_report: Callable[[LoadReport], None] | None = None,
         rank_places: RankPlaces = LOCAL_RANKS,
-        on_lost: OnLost = lambda error: None,  # noqa: ARG005
+        on_lost: OnLost | None = None,
     ) -> None:
         """Load and start; blocks until the model is loaded. Raises as `build_engine` does.
 

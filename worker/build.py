@@ -30,7 +30,7 @@ from pagoda.worker.models.llama import LlamaModel
 from pagoda.worker.parallel import SINGLE, TPContext
 from pagoda.worker.runner import Runner, default_dtype
 from pagoda.worker.scheduler import Scheduler
-from pagoda.worker.tensor_parallel import OnLost, RankPlaces, start_tensor_parallel
+from pagoda.worker.tensor_parallel import OnLost, RankPlaces, TPExecutor, start_tensor_parallel
 from pagoda.worker.types import SequenceOutput
 from pagoda.worker.weights import Progress, check_weights, checkpoint_files, load_weights, weights_digest
 
@@ -99,7 +99,7 @@ def build_engine(
     wrap_executor: Callable[[Executor], Executor] = lambda executor: executor,
     on_report: Callable[[LoadReport], None] | None = None,
     rank_places: RankPlaces = LOCAL_RANKS,
-    on_lost: OnLost = lambda error: None,  # noqa: ARG005
+    on_lost: OnLost | None = None,
 ) -> Engine:
     """Load the model and return an engine that is not started yet.
 
@@ -115,7 +115,7 @@ def build_engine(
     rank cannot start.
     """
     plan = plan_engine(config)
-    executor, watch = _build_ranks(plan, config, rank_places, progress)
+    executor = _build_executor(plan, config, rank_places, progress)
     logger.info(
         "%s: %d layers, %s on %s; KV cache of %d blocks, %d tokens, %.2f GiB",
         config.model_path.name,
@@ -151,10 +151,12 @@ def build_engine(
     )
 
     def lose(error: RankLostError) -> None:
-        on_lost(error)
+        if on_lost is not None:
+            on_lost(error)
         engine.abandon(error)
 
-    watch(lose)
+    if isinstance(executor, TPExecutor):
+        executor.watch(lose)
     return engine
 
 
@@ -177,20 +179,17 @@ def rank_device(plan: EnginePlan, config: EngineConfig) -> torch.device:
     return plan.device if config.fake_step_s is None else torch.device("cpu")
 
 
-def _build_ranks(
-    plan: EnginePlan, config: EngineConfig, places: RankPlaces, progress: Progress
-) -> tuple[Executor, Callable[[OnLost], None]]:
-    """What executes on all ranks, and how to hear of one that is lost."""
+def _build_executor(plan: EnginePlan, config: EngineConfig, places: RankPlaces, progress: Progress) -> Executor:
+    """What executes plans, on as many ranks as the config says."""
     if config.tensor_parallel_size == 1:
-        return build_rank(plan, config, SINGLE, progress), lambda on_lost: None  # noqa: ARG005
+        return build_rank(plan, config, SINGLE, progress)
     device = rank_device(plan, config)
-    executor = start_tensor_parallel(
+    return start_tensor_parallel(
         replace(config, device=str(device)),
         places,
         device,
         lambda context: build_rank(plan, config, context, progress),
     )
-    return executor, executor.watch
 
 
 def load_model(plan: EnginePlan, num_threads: int | None, progress: Progress) -> tuple[LlamaModel, torch.Tensor]:

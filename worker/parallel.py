@@ -97,7 +97,7 @@ def join(
         limit = timedelta(seconds=COLLECTIVE_DEADLINE_S)
         distributed.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=limit, device_id=own)
         return TPContext(rank, size, distributed.group.WORLD)
-    return TPContext(rank, size, _gloo_group(store, rank, size, _own_address(host)))
+    return TPContext(rank, size, _gloo_group(store, rank, size, host if rank == 0 else _own_address(host)))
 
 
 def _gloo_group(store: Any, rank: int, size: int, host: str) -> Any:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -343,6 +344,35 @@ def test_rank_that_never_dials(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tensor_parallel, "START_DEADLINE_S", 0.2)
     with pytest.raises(RankLostError, match=r"^rank 1, 2 did not come"):
         start(folder, RankPlaces("127.0.0.1", lambda _config, _seats: Several()))
+
+
+def listening_addresses(process: int) -> set[str]:
+    """Where a process listens on TCP, IPv4 and IPv6."""
+    own = set()
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(OSError):
+            own.add(os.readlink(descriptor))
+    addresses = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                addresses.add(socket.inet_ntop(socket.AF_INET, bytes.fromhex(fields[1].partition(":")[0])[::-1]))
+    return addresses
+
+
+def test_ranks_listen_where_they_are_told(folder: Path) -> None:
+    """On that address alone, and not where this machine's name leads, which other nodes could not dial."""
+    before = listening_addresses(os.getpid())
+    executor = start(folder, RankPlaces("127.0.0.2", LocalRanks), num_ranks=3)
+    executor.watch(lambda _: None)
+    try:
+        assert executor.execute(PLAN).sampled
+        assert listening_addresses(os.getpid()) - before == {"127.0.0.2"}
+        for rank in ranks_of(os.getpid()):
+            assert listening_addresses(rank) <= {"127.0.0.1", "127.0.0.2"}  # from where the rank reaches the first
+    finally:
+        executor.shutdown()
 
 
 def test_own_part_that_cannot_be_built(folder: Path) -> None:

@@ -75,9 +75,11 @@ class Worker:
                 model=self._model_name,
                 fingerprint=domain.root(),
                 block_size=domain.block_size,
-                windows=[0],
-                num_blocks=self._engine.stats().num_blocks,
+                windows=self._engine.announced_windows,
+                num_blocks=self._engine.num_token_blocks,
                 max_num_seqs=self._engine.limits.max_num_seqs,
+                layout=self._engine.layout.fingerprint(),
+                tensor_parallel_size=self._engine.layout.tensor_parallel_size,
             )
             self._publisher = DirectoryPublisher(hello, self._directories, token=self._token)
             self._publisher.start()

@@ -31,7 +31,7 @@ class WorkerUpdate(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., events: _Optional[_Union[EventBatch, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker_id", "epoch", "model", "fingerprint", "block_size", "windows", "last_seq", "num_blocks", "max_num_seqs")
+    __slots__ = ("worker_id", "epoch", "model", "fingerprint", "block_size", "windows", "last_seq", "num_blocks", "max_num_seqs", "layout", "tensor_parallel_size")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,8 @@ class Hello(_message.Message):
     LAST_SEQ_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     model: str
@@ -50,7 +52,9 @@ class Hello(_message.Message):
     last_seq: int
     num_blocks: int
     max_num_seqs: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., block_size: _Optional[int] = ..., windows: _Optional[_Iterable[int]] = ..., last_seq: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ...) -> None: ...
+    layout: bytes
+    tensor_parallel_size: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., block_size: _Optional[int] = ..., windows: _Optional[_Iterable[int]] = ..., last_seq: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., layout: _Optional[bytes] = ..., tensor_parallel_size: _Optional[int] = ...) -> None: ...
 
 class EventBatch(_message.Message):
     __slots__ = ("epoch", "seq", "events")
@@ -322,7 +326,7 @@ class DirectoryStats(_message.Message):
     def __init__(self, directory_id: _Optional[str] = ..., uptime_s: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStats, _Mapping]]] = ..., num_entries: _Optional[int] = ..., placements: _Optional[_Mapping[str, int]] = ..., placed_tokens: _Optional[int] = ..., placed_cached_tokens: _Optional[int] = ..., block_events: _Optional[int] = ..., reservations: _Optional[int] = ..., reservation_ends: _Optional[_Mapping[str, int]] = ..., truncated_prompts: _Optional[int] = ..., stream_events: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("worker_id", "model", "epoch", "last_seq", "is_exact", "num_blocks_held", "num_blocks", "num_free_blocks", "num_running", "num_waiting", "max_num_seqs", "num_uncached_tokens", "reserved_tokens", "reserved_sequences", "rates", "silent_s", "placements", "placed_tokens", "placed_cached_tokens")
+    __slots__ = ("worker_id", "model", "epoch", "last_seq", "is_exact", "num_blocks_held", "num_blocks", "num_free_blocks", "num_running", "num_waiting", "max_num_seqs", "num_uncached_tokens", "reserved_tokens", "reserved_sequences", "rates", "silent_s", "placements", "placed_tokens", "placed_cached_tokens", "layout", "tensor_parallel_size")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -342,6 +346,8 @@ class WorkerStats(_message.Message):
     PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
     PLACED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PLACED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model: str
     epoch: int
@@ -361,4 +367,6 @@ class WorkerStats(_message.Message):
     placements: int
     placed_tokens: int
     placed_cached_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., epoch: _Optional[int] = ..., last_seq: _Optional[int] = ..., is_exact: _Optional[bool] = ..., num_blocks_held: _Optional[_Iterable[int]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., reserved_tokens: _Optional[int] = ..., reserved_sequences: _Optional[int] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., silent_s: _Optional[float] = ..., placements: _Optional[int] = ..., placed_tokens: _Optional[int] = ..., placed_cached_tokens: _Optional[int] = ...) -> None: ...
+    layout: bytes
+    tensor_parallel_size: int
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., epoch: _Optional[int] = ..., last_seq: _Optional[int] = ..., is_exact: _Optional[bool] = ..., num_blocks_held: _Optional[_Iterable[int]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_uncached_tokens: _Optional[int] = ..., reserved_tokens: _Optional[int] = ..., reserved_sequences: _Optional[int] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., silent_s: _Optional[float] = ..., placements: _Optional[int] = ..., placed_tokens: _Optional[int] = ..., placed_cached_tokens: _Optional[int] = ..., layout: _Optional[bytes] = ..., tensor_parallel_size: _Optional[int] = ...) -> None: ...

@@ -11,7 +11,9 @@ from pagoda.worker.block_pool import BlockPool
 from pagoda.worker.config import EngineLimits, SchedulerConfig
 from pagoda.worker.engine import Engine
 from pagoda.worker.kv_events import KVEventLog
+from pagoda.worker.kv_layout import KVLayout
 from pagoda.worker.kv_manager import KVManager
+from pagoda.worker.kv_spec import KVCacheGroup, KVCacheSpec
 from pagoda.worker.load_report import LoadReport, LoadReporter
 from pagoda.worker.scheduler import Scheduler
 from pagoda.worker.types import (
@@ -26,6 +28,7 @@ from pagoda.worker.types import (
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 64
+SPEC = KVCacheSpec((KVCacheGroup((0,)),), BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype_bytes=4)
 HANG_S = 30.0
 """Longer than anything here takes: waiting this long means it never comes."""
 
@@ -51,7 +54,9 @@ class Client:
     def __init__(self, *, num_blocks: int = 64, max_num_seqs: int = 8, max_num_waiting: int = 64) -> None:
         self.limits = EngineLimits(num_blocks * BLOCK_SIZE, VOCAB_SIZE, max_num_seqs, max_num_waiting)
         log = KVEventLog()
-        manager = KVManager(BlockPool(num_blocks, log), num_groups=1, block_size=BLOCK_SIZE, enable_prefix_caching=True)
+        manager = KVManager(
+            BlockPool(num_blocks, log), block_size=BLOCK_SIZE, enable_prefix_caching=True, max_step_tokens=1024
+        )
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=16, max_num_waiting=max_num_waiting),
             self.limits,
@@ -69,6 +74,7 @@ class Client:
             self.scheduler,
             self.executor,
             HashDomain(b"weights", "", "float32", "", BLOCK_SIZE),
+            layout=KVLayout.of(SPEC, dtype="float32"),
             on_outputs=self._take,
             reporter=LoadReporter(log, self.reports.append),
         )

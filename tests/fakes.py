@@ -12,6 +12,7 @@ from pagoda.worker.block_pool import BlockKey, BlockPool
 from pagoda.worker.config import EngineLimits, SchedulerConfig
 from pagoda.worker.kv_events import AllBlocksCleared, BlockStored, KVEventLog
 from pagoda.worker.kv_manager import KVManager
+from pagoda.worker.kv_spec import KVCacheGroup, KVCacheSpec
 from pagoda.worker.scheduler import Scheduler
 from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.types import (
@@ -95,12 +96,13 @@ class RankSequence:
 class FakeExecutor:
     """A rank without tensors. It does exactly what a plan says, with slots that hold what their KV would depend on.
 
-    Each computed token must find, in every slot up to its own, the content that belongs there. So a stale, foreign
-    or overwritten block is an `AssertionError` in the step that reads it.
+    Each computed token must find, in every slot up to its own that its window does not hide, the content that belongs
+    there. So a stale, foreign or overwritten block is an `AssertionError` in the step that reads it.
     """
 
-    def __init__(self, *, block_size: int, vocab_size: int = 64) -> None:
+    def __init__(self, *, block_size: int, vocab_size: int = 64, windows: Sequence[int] = (0,)) -> None:
         self.block_size = block_size
+        self.windows = tuple(windows)
         self.vocab_size = vocab_size
         self.failures: deque[Failure | Exception | None] = deque()
         """What the next steps do; steps beyond its end succeed."""
@@ -149,9 +151,10 @@ class FakeExecutor:
         assert self.seeds.setdefault(new.sequence_id, new.seed) == new.seed
         assert 0 <= new.num_computed_tokens < len(new.token_ids), "a new sequence computes at least its last token"
         assert new.num_shared_tokens % self.block_size == 0
-        for table in new.block_tables:
-            assert len(table) * self.block_size >= len(new.token_ids), "a sequence gets blocks for all its tokens"
-            assert len(set(table)) == len(table)
+        for window, table in zip(self.windows, new.block_tables, strict=True):
+            if not window:
+                assert len(table) * self.block_size >= len(new.token_ids), "a sequence gets blocks for all its tokens"
+                assert len(set(table)) == len(table)
         self.sequences[new.sequence_id] = RankSequence(
             list(new.token_ids),
             new.num_computed_tokens,
@@ -169,8 +172,10 @@ class FakeExecutor:
         started = {new.sequence_id for new in plan.new}
         holders: dict[int, set[SequenceId]] = {}
         for sequence_id, sequence in self.sequences.items():
-            for block_id in {block_id for table in sequence.block_tables for block_id in table}:
-                holders.setdefault(block_id, set()).add(sequence_id)
+            for window, table in zip(self.windows, sequence.block_tables, strict=True):
+                seen_from = max(0, sequence.num_computed_tokens - window + 1) // self.block_size if window else 0
+                for block_id in table[seen_from:]:
+                    holders.setdefault(block_id, set()).add(sequence_id)
         writers: dict[int, SequenceId] = {}
         for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
             sequence = self.sequences[sequence_id]
@@ -178,7 +183,7 @@ class FakeExecutor:
             assert 0 < num_tokens <= len(sequence.token_ids) - sequence.num_computed_tokens
             for position in range(max(sequence.num_computed_tokens, sequence.num_shared_tokens), end):
                 content = (None, ()) if garbage else (sequence.root, tuple(sequence.token_ids[: position + 1]))
-                for block_id, offset in self._slots_of(sequence, position):
+                for _, (block_id, offset) in self._slots_of(sequence, position):
                     assert writers.setdefault(block_id, sequence_id) == sequence_id, "two write to one block"
                     assert holders[block_id] - started <= {sequence_id}, "written while another sequence reads it"
                     self._slots[block_id, offset] = content
@@ -188,7 +193,9 @@ class FakeExecutor:
             sequence = self.sequences[sequence_id]
             for position in range(sequence.num_computed_tokens + num_tokens):
                 expected = (sequence.root, tuple(sequence.token_ids[: position + 1]))
-                for slot in self._slots_of(sequence, position):
+                for window, slot in self._slots_of(sequence, position):
+                    if window and position <= sequence.num_computed_tokens - window:
+                        continue  # no query of this step sees it
                     found = self._slots.get(slot)
                     assert found == expected, f"{sequence_id} finds {found} at position {position}, not {expected}"
 
@@ -209,9 +216,11 @@ class FakeExecutor:
                 if sequence.sampling.logprobs is not None:
                     result.logprobs[sequence_id] = logprobs_of(sequence.token_ids)
 
-    def _slots_of(self, sequence: RankSequence, position: int) -> list[tuple[int, int]]:
+    def _slots_of(self, sequence: RankSequence, position: int) -> list[tuple[int, tuple[int, int]]]:
+        """Of each group, its window and where it has the position."""
         index, offset = divmod(position, self.block_size)
-        return [(table[index], offset) for table in sequence.block_tables]
+        tables = zip(self.windows, sequence.block_tables, strict=True)
+        return [(window, (table[index], offset)) for window, table in tables]
 
 
 class Replica:
@@ -222,7 +231,7 @@ class Replica:
         *,
         num_blocks: int = 64,
         block_size: int = 4,
-        num_groups: int = 1,
+        windows: Sequence[int] = (0,),
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 64,
         max_model_len: int | None = None,
@@ -230,15 +239,22 @@ class Replica:
         vocab_size: int = 64,
         eos_token_ids: Collection[int] = (),
     ) -> None:
-        pool_len = num_blocks // num_groups * block_size
-        self.limits = EngineLimits(min(max_model_len or pool_len, pool_len), vocab_size, max_num_seqs, 4096)
-        self.num_groups = num_groups
-        self.log = KVEventLog()
+        groups = tuple(KVCacheGroup((layer,), window) for layer, window in enumerate(windows))
+        spec = KVCacheSpec(groups, block_size, num_kv_heads=1, head_size=1, dtype_bytes=1)
+        pool_len = spec.num_tokens_in(num_blocks, max_step_tokens=max_num_batched_tokens)
+        longest = min(max_model_len or num_blocks * block_size, pool_len)
+        self.limits = EngineLimits(longest, vocab_size, max_num_seqs, 4096)
+        self.windows = tuple(windows)
+        self.log = KVEventLog(range(len(windows)))
         self.announced: set[BlockKey] = set()
         """What somebody who hears the events of all steps believes to be cached."""
         self.pool = BlockPool(num_blocks, self.log)
         self.manager = KVManager(
-            self.pool, num_groups=num_groups, block_size=block_size, enable_prefix_caching=enable_prefix_caching
+            self.pool,
+            windows=windows,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            max_step_tokens=max_num_batched_tokens,
         )
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
@@ -246,7 +262,7 @@ class Replica:
             self.manager,
             eos_token_ids=frozenset(eos_token_ids),
         )
-        self.rank = FakeExecutor(block_size=block_size, vocab_size=vocab_size)
+        self.rank = FakeExecutor(block_size=block_size, vocab_size=vocab_size, windows=windows)
         self.requests: dict[RequestId, Request] = {}
         self.tokens: dict[SequenceId, list[int]] = {}
         """What each sequence has got so far."""
@@ -348,7 +364,9 @@ class Replica:
             if root is None:
                 continue
             hashes = hash_blocks(root, [*request.prompt_token_ids, *tokens], self.manager.block_size)
-            for group in range(self.num_groups):
+            for group, window in enumerate(self.windows):
+                if window:
+                    continue
                 cached = [self.pool.lookup(BlockKey(block_hash, group)) is not None for block_hash in hashes]
                 assert cached == sorted(cached, reverse=True), f"of {sequence_id} is cached: {cached}"
 

@@ -7,6 +7,7 @@ from pagoda.worker.block_hash import HashDomain
 from pagoda.worker.build import build_engine
 from pagoda.worker.config import EngineConfig, EngineLimits
 from pagoda.worker.engine import Engine
+from pagoda.worker.kv_layout import KVLayout
 from pagoda.worker.load_report import LoadReport
 from pagoda.worker.local_ranks import LOCAL_RANKS
 from pagoda.worker.metrics import WorkerMetrics
@@ -67,6 +68,18 @@ class AsyncEngine:
     @property
     def hash_domain(self) -> HashDomain:
         return self._engine.hash_domain
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._engine.layout
+
+    @property
+    def announced_windows(self) -> tuple[int, ...]:
+        return self._engine.announced_windows
+
+    @property
+    def num_token_blocks(self) -> int:
+        return self._engine.num_token_blocks
 
     @property
     def failure(self) -> BaseException | None:

@@ -161,15 +161,15 @@ class BlockPool:
             self._num_free_cached -= block.key is not None
         block.ref_count += 1
 
-    def release(self, block: Block) -> None:
-        """Give up one hold. The last one frees the block: kept for later if cached, else reused first."""
+    def release(self, block: Block, *, is_of_use: bool = True) -> None:
+        """Give up one hold. The last one frees the block: kept for later if cached and of use, else reused first."""
         if block.ref_count < 1:
             raise IntegrityError(f"{block} released while nobody holds it")
         block.ref_count -= 1
         if block.ref_count == 0:
             self.num_released += 1
-            if block.key is not None:
-                self._num_free_cached += 1
+            self._num_free_cached += block.key is not None
+            if block.key is not None and is_of_use:
                 self._free.append(block)
             else:
                 self._free.append_left(block)

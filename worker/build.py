@@ -1,10 +1,9 @@
 """Puts an engine together from its config: the one place where the parts of a replica meet."""
 
-import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,13 +19,15 @@ from pagoda.worker.executor import Executor
 from pagoda.worker.fake_runner import FakeRunner
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.kv_events import KVEventLog
+from pagoda.worker.kv_layout import KVLayout
 from pagoda.worker.kv_manager import KVManager
-from pagoda.worker.kv_spec import KVCacheGroup, KVCacheSpec
+from pagoda.worker.kv_spec import KVCacheSpec, group_layers
 from pagoda.worker.load_report import LoadReport, LoadReporter
 from pagoda.worker.local_ranks import LOCAL_RANKS
 from pagoda.worker.memory import available_bytes
 from pagoda.worker.models.config import ModelConfig
-from pagoda.worker.models.llama import LlamaModel
+from pagoda.worker.models.decoder import Decoder
+from pagoda.worker.models.families import read_model_config
 from pagoda.worker.parallel import SINGLE, TPContext
 from pagoda.worker.runner import Runner, default_dtype
 from pagoda.worker.scheduler import Scheduler
@@ -67,27 +68,28 @@ def plan_engine(config: EngineConfig, *, num_engines: int = 1) -> EnginePlan:
         ModelError: the model folder cannot be used.
         ConfigError: a setting contradicts the model, the memory or the machine.
     """
-    model = ModelConfig.from_folder(config.model_path)
+    model = read_model_config(config.model_path)
     files = checkpoint_files(config.model_path)
     dtype_name = model.dtype if config.dtype == "auto" else config.dtype
     if dtype_name not in _COMPUTE_DTYPES:
         choices = ", ".join(_COMPUTE_DTYPES)
         raise ModelError(f"{config.model_path}: dtype {dtype_name} is not supported; choose one of {choices}")
     spec = KVCacheSpec(
-        groups=(KVCacheGroup("full", model.num_layers),),
+        groups=group_layers([layer.window for layer in model.layers]),
         block_size=config.cache.block_size,
         num_kv_heads=model.num_kv_heads,
         head_size=model.head_size,
         dtype_bytes=getattr(torch, dtype_name).itemsize,
     )
     num_blocks = config.cache.num_blocks or spec.num_blocks_in(config.cache.memory_bytes)
-    limits = _limits(config, model, num_blocks)
+    limits = _limits(config, model, spec, num_blocks)
     device = _device(config.device)
     if device.type == "cpu" and config.fake_step_s is None:
         weight_bytes = sum(path.stat().st_size for path in files)
         _check_memory(num_blocks * spec.block_bytes, weight_bytes, num_engines)
     with torch.device("meta"):
-        check_weights(LlamaModel(model, TorchOperators()).checkpoint_views(), files)
+        shards = Decoder(model, TorchOperators()).checkpoint_shards()
+    check_weights(shards, files, ignored_prefixes=model.ignored_prefixes)
     return EnginePlan(model, files, device, dtype_name, spec, num_blocks, limits)
 
 
@@ -123,7 +125,7 @@ def build_engine(
         plan.dtype_name,
         plan.device,
         plan.num_blocks,
-        plan.num_blocks * plan.spec.block_size,
+        plan.num_blocks * plan.spec.block_size // len(plan.spec.groups),
         plan.num_blocks * plan.spec.block_bytes / 2**30,
     )
     progress("hashing weights", 0, 1)
@@ -131,21 +133,23 @@ def build_engine(
         weights_digest=weights_digest(config.model_path, plan.files),
         weight_quantization="",
         dtype=plan.dtype_name,
-        rope=json.dumps(asdict(plan.model.rope), sort_keys=True),
+        rope=plan.model.rope_text,
         block_size=plan.spec.block_size,
     )
     progress("hashing weights", 1, 1)
-    log = None if on_report is None else KVEventLog()
+    log = None if on_report is None else KVEventLog(plan.spec.announced_as)
     manager = KVManager(
         BlockPool(plan.num_blocks, log),
-        num_groups=len(plan.spec.groups),
+        windows=plan.spec.windows,
         block_size=plan.spec.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
+        max_step_tokens=config.scheduler.max_num_batched_tokens,
     )
     engine = Engine(
         Scheduler(config.scheduler, plan.limits, manager, eos_token_ids=plan.model.eos_token_ids),
         wrap_executor(executor),
         domain,
+        layout=KVLayout.of(plan.spec, dtype=plan.dtype_name),
         on_outputs=on_outputs,
         reporter=None if on_report is None or log is None else LoadReporter(log, on_report),
     )
@@ -192,18 +196,20 @@ def _build_executor(plan: EnginePlan, config: EngineConfig, places: RankPlaces, 
     )
 
 
-def load_model(plan: EnginePlan, num_threads: int | None, progress: Progress) -> tuple[LlamaModel, torch.Tensor]:
+def load_model(plan: EnginePlan, num_threads: int | None, progress: Progress) -> tuple[Decoder, torch.Tensor]:
     """The model, ready to run, and an empty cache for it: NL2PKD, of the plan's dtype and device.
 
     On the CPU it computes with `num_threads`; None: one for each core that this process may use.
     """
+    spec = plan.spec
     ops = operators_for(plan.device, plan.dtype, num_threads or len(os.sched_getaffinity(0)))
     with default_dtype(plan.dtype), plan.device:
-        model = LlamaModel(plan.model, ops)
+        model = Decoder(plan.model, ops, spec.places)
         cache_NL2PKD = torch.zeros(
-            plan.num_blocks, plan.model.num_layers, 2, plan.spec.block_size, plan.spec.num_kv_heads, plan.spec.head_size
+            plan.num_blocks, spec.layers_per_block, 2, spec.block_size, spec.num_kv_heads, spec.head_size
         )
-    load_weights(model.checkpoint_views(), plan.files, progress=progress)
+    shards = model.checkpoint_shards()
+    load_weights(shards, plan.files, ignored_prefixes=plan.model.ignored_prefixes, progress=progress)
     model.prepare()
     return model, cache_NL2PKD
 
@@ -214,6 +220,7 @@ def _load(plan: EnginePlan, num_threads: int | None, progress: Progress) -> Runn
         max_num_seqs=plan.limits.max_num_seqs,
         max_model_len=plan.limits.max_model_len,
         block_size=plan.spec.block_size,
+        num_groups=len(plan.spec.groups),
     )
     return Runner(model, model.ops, cache_NL2PKD, batch)
 
@@ -244,9 +251,9 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _limits(config: EngineConfig, model: ModelConfig, num_blocks: int) -> EngineLimits:
+def _limits(config: EngineConfig, model: ModelConfig, spec: KVCacheSpec, num_blocks: int) -> EngineLimits:
     """The longest context is the smallest of what was asked for, what the model can and what the pool holds."""
-    pool_tokens = num_blocks * config.cache.block_size
+    pool_tokens = spec.num_tokens_in(num_blocks, max_step_tokens=config.scheduler.max_num_batched_tokens)
     asked = config.max_model_len
     if asked is not None and asked > model.max_position:
         raise ConfigError("max_model_len", f"{asked} is more than this model can, {model.max_position}")

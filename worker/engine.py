@@ -24,6 +24,7 @@ from pagoda.worker.errors import (
     RankLostError,
 )
 from pagoda.worker.executor import Executor
+from pagoda.worker.kv_layout import KVLayout
 from pagoda.worker.load_report import LoadReporter
 from pagoda.worker.scheduler import Scheduler
 from pagoda.worker.scheduler_stats import SchedulerStats
@@ -111,10 +112,12 @@ class Engine:
         executor: Executor,
         hash_domain: HashDomain,
         *,
+        layout: KVLayout,
         on_outputs: Callable[[list[SequenceOutput]], None],
         reporter: LoadReporter | None = None,
     ) -> None:
-        """`reporter`, if there is one, is told of every step."""
+        """`layout` is the first rank's. `reporter`, if there is one, is told of every step."""
+        self.layout = layout
         self._reporter = reporter
         self.limits = scheduler.limits
         self._scheduler = scheduler
@@ -141,6 +144,16 @@ class Engine:
     def hash_domain(self) -> HashDomain:
         """What the hashes of this engine's blocks begin with, but for salts and adapters."""
         return self._hash_domain
+
+    @property
+    def announced_windows(self) -> tuple[int, ...]:
+        """For each kind of layers that events speak of, blocks before a boundary that it needs; 0 is all of them."""
+        return self._scheduler.manager.announced_windows
+
+    @property
+    def num_token_blocks(self) -> int:
+        """Blocks of tokens that the pool holds if every group of layers holds every token."""
+        return self._scheduler.manager.pool.num_blocks // self._scheduler.manager.num_groups
 
     @property
     def failure(self) -> BaseException | None:

@@ -14,6 +14,6 @@ class EngineLoad:
     num_running: int
     num_waiting: int
     num_free_blocks: int
-    """That nobody holds, cached ones included."""
+    """That nobody holds, cached ones included; of layers of several kinds, blocks in each group."""
     num_empty_blocks: int
     """Free ones that cache nothing."""

@@ -55,13 +55,12 @@ class OwedPromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step as arrays, sequences in the plan's order. T tokens, B sequences, M columns."""
+    """One step as arrays, sequences in the plan's order. T tokens, B sequences, M columns, G groups of layers."""
 
     token_ids_T: IntArray
     positions_T: IntArray
-    slot_mapping_T: IntArray
-    block_table_BM: IntArray
-    """Of the first group."""
+    slot_mapping_GT: IntArray
+    block_table_GBM: IntArray
     query_start_loc: IntArray
     seq_lens_B: IntArray
     num_decodes: int
@@ -75,11 +74,11 @@ class StepInputs:
 class InputBatch:
     """Rows of running sequences. Applies plans and sampled tokens in order; one thread."""
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
         self._block_size = block_size
         # Zeroed memory that is never touched costs nothing, so rows may be as long as the longest context.
         self._token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self._block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        self._block_tables = np.zeros((num_groups, max_num_seqs, -(-max_model_len // block_size)), np.int32)
         self._num_computed = np.zeros(max_num_seqs, np.int64)
         self._num_shared = np.zeros(max_num_seqs, np.int64)
         self._rows: dict[SequenceId, Row] = {}
@@ -92,9 +91,9 @@ class InputBatch:
                 self._unused.append(row.index)
         for new in plan.new:
             self._add(new)
-        for sequence_id, _group, column, block_id in plan.block_updates:
+        for sequence_id, group, column, block_id in plan.block_updates:
             if (row := self._rows.get(sequence_id)) is not None:
-                self._block_tables[row.index, column] = block_id
+                self._block_tables[group, row.index, column] = block_id
 
     def build(self, plan: SchedulerOutput) -> StepInputs:
         """The arrays of a plan that schedules something and has been applied."""
@@ -109,9 +108,9 @@ class InputBatch:
 
         rows_T = np.repeat(indices_B, query_lens_B)
         positions_T = np.arange(len(rows_T)) + np.repeat(starts_B - query_start_loc[:-1], query_lens_B)
-        blocks_T = self._block_tables[rows_T, positions_T // self._block_size].astype(np.int64)
-        slot_mapping_T = blocks_T * self._block_size + positions_T % self._block_size
-        slot_mapping_T[positions_T < self._num_shared[rows_T]] = -1
+        blocks_GT = self._block_tables[:, rows_T, positions_T // self._block_size].astype(np.int64)
+        slot_mapping_GT = blocks_GT * self._block_size + positions_T % self._block_size
+        slot_mapping_GT[:, positions_T < self._num_shared[rows_T]] = -1
 
         is_sampled_B = seq_lens_B == num_tokens_B
         not_decoding = np.flatnonzero(query_lens_B != 1)
@@ -119,8 +118,8 @@ class InputBatch:
         return StepInputs(
             token_ids_T=self._token_ids[rows_T, positions_T],
             positions_T=positions_T,
-            slot_mapping_T=slot_mapping_T,
-            block_table_BM=self._block_tables[indices_B, :num_columns],
+            slot_mapping_GT=slot_mapping_GT,
+            block_table_GBM=self._block_tables[:, indices_B, :num_columns],
             query_start_loc=query_start_loc,
             seq_lens_B=seq_lens_B.astype(np.int32),
             num_decodes=int(not_decoding[0]) if len(not_decoding) else len(rows),
@@ -172,7 +171,7 @@ class InputBatch:
             next_prompt_logprob=new.next_prompt_logprob,
         )
         self._token_ids[index, : len(new.token_ids)] = new.token_ids
-        table = new.block_tables[0]
-        self._block_tables[index, : len(table)] = table
+        for group, table in enumerate(new.block_tables):
+            self._block_tables[group, index, : len(table)] = table
         self._num_computed[index] = new.num_computed_tokens
         self._num_shared[index] = new.num_shared_tokens

@@ -37,7 +37,9 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 class KVEventLog:
     """Collects single changes into events. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, announced_as: Sequence[int | None] = (0,)) -> None:
+        """`announced_as` says for each group under which number it is announced; None: another speaks for it."""
+        self._announced_as = announced_as
         self._runs: list[tuple[bool, int, list[BlockHash]] | None] = []
         """(is it stored, group, hashes); None where all was cleared."""
 
@@ -63,7 +65,10 @@ class KVEventLog:
                 events.append((BlockStored if is_stored else BlockRemoved)(group, tuple(hashes)))
         return events
 
-    def _note(self, is_stored: bool, group: int, block_hash: BlockHash) -> None:
+    def _note(self, is_stored: bool, own_group: int, block_hash: BlockHash) -> None:
+        group = self._announced_as[own_group]
+        if group is None:
+            return
         last = self._runs[-1] if self._runs else None
         if last is not None and last[0] is is_stored and last[1] == group:
             last[2].append(block_hash)

@@ -114,10 +114,11 @@ class LoadReporter:
 
     def _measure(self, scheduler: Scheduler, now_s: float) -> None:
         pool, stats, last, rates = scheduler.manager.pool, scheduler.stats, self._last, self._rates
+        num_groups = scheduler.manager.num_groups
         now = _Counts(
             now_s,
-            pool.num_released,
-            pool.num_evicted * scheduler.manager.block_size,
+            pool.num_released // num_groups,
+            pool.num_evicted * scheduler.manager.block_size // num_groups,
             stats.num_missed_tokens[MissReason.EVICTED],
             stats.num_finished,
             stats.num_output_tokens,

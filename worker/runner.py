@@ -15,7 +15,7 @@ import torch
 from pagoda.kernels.interface import AttentionBatch, Operators
 from pagoda.worker.input_batch import InputBatch, StepInputs
 from pagoda.worker.logprobs import prompt_logprobs, token_logprobs
-from pagoda.worker.models.llama import LlamaModel
+from pagoda.worker.models.decoder import Decoder
 from pagoda.worker.sampler import sample
 from pagoda.worker.types import ModelRunnerOutput, SchedulerOutput, SequenceId, TokenLogprobs
 
@@ -25,7 +25,7 @@ class Runner:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: Decoder,
         ops: Operators[Any, Any],
         cache_NL2PKD: torch.Tensor,
         batch: InputBatch,
@@ -48,7 +48,7 @@ class Runner:
                 self._to_device(inputs.token_ids_T),
                 self._to_device(inputs.positions_T),
                 self._cache_NL2PKD,
-                self._plan_attention(inputs),
+                self._plan_attention(inputs),  # one for each group
             )
             result = ModelRunnerOutput({}, prompt_logprobs=self._prompt_logprobs(inputs, hidden_TE))
             if inputs.sampled:
@@ -88,17 +88,23 @@ class Runner:
             for owed in inputs.owed_prompt_logprobs
         }
 
-    def _plan_attention(self, inputs: StepInputs) -> object:
-        batch = AttentionBatch(
-            block_table_BM=self._to_device(inputs.block_table_BM),
-            query_start_loc=self._to_device(inputs.query_start_loc),
-            seq_lens_B=self._to_device(inputs.seq_lens_B),
-            slot_mapping_T=self._to_device(inputs.slot_mapping_T),
-            num_decodes=inputs.num_decodes,
-            query_lens=tuple(np.diff(inputs.query_start_loc).tolist()),
-            seq_lens=tuple(inputs.seq_lens_B.tolist()),
-        )
-        return self._ops.plan(batch, self._cache_NL2PKD.shape[3], self._cache_NL2PKD.dtype)
+    def _plan_attention(self, inputs: StepInputs) -> list[object]:
+        query_start_loc, seq_lens_B = self._to_device(inputs.query_start_loc), self._to_device(inputs.seq_lens_B)
+        query_lens = tuple(np.diff(inputs.query_start_loc).tolist())
+        seq_lens = tuple(inputs.seq_lens_B.tolist())
+        plans = []
+        for block_table_BM, slot_mapping_T in zip(inputs.block_table_GBM, inputs.slot_mapping_GT, strict=True):
+            batch = AttentionBatch(
+                block_table_BM=self._to_device(block_table_BM),
+                query_start_loc=query_start_loc,
+                seq_lens_B=seq_lens_B,
+                slot_mapping_T=self._to_device(slot_mapping_T),
+                num_decodes=inputs.num_decodes,
+                query_lens=query_lens,
+                seq_lens=seq_lens,
+            )
+            plans.append(self._ops.plan(batch, self._cache_NL2PKD.shape[3], self._cache_NL2PKD.dtype))
+        return plans
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)

@@ -8,8 +8,8 @@ One step is schedule -> run -> sample -> update:
 
 Rules that hold at all times:
 
-- A sequence is admitted only if all its tokens fit the free blocks, which it then gets; so a prompt computed in chunks
-  never gets stuck half-way, and only decoding allocates later.
+- A sequence is admitted only if all its tokens fit the free blocks, which it then gets (where layers see a window, as
+  many as it ever holds at once); so a prompt computed in chunks does not get stuck half-way.
 - When decoding needs a block and none is free, the running sequence that goes last (by priority, then arrival) is
   preempted: its blocks are freed, and it computes its tokens again later. A step that preempts admits nobody.
 - A sequence that goes first can therefore always run: nobody starves.
@@ -184,8 +184,15 @@ class Scheduler:
                 if num_left > 1:
                     num_uncached += num_left
                     num_pairs += num_left * num_done + num_left**2 // 2
-        pool = self.manager.pool
-        return EngineLoad(num_uncached, num_pairs, self.num_running, self.num_waiting, pool.num_free, pool.num_empty)
+        pool, num_groups = self.manager.pool, self.manager.num_groups
+        return EngineLoad(
+            num_uncached_tokens=num_uncached,
+            num_uncached_pairs=num_pairs,
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_free_blocks=pool.num_free // num_groups,
+            num_empty_blocks=pool.num_empty // num_groups,
+        )
 
     def shape_of(self, plan: SchedulerOutput) -> StepShape:
         """What a plan that has not been run yet computes."""
@@ -211,7 +218,7 @@ class Scheduler:
             table = self.manager.table(sequence)
             if sequence.state is not SequenceState.RUNNING or sequence.num_computed_tokens >= sequence.num_tokens:
                 raise IntegrityError(f"{sequence.sequence_id} runs with nothing to compute")
-            if len(table.groups[0]) * self.manager.block_size < sequence.num_computed_tokens:
+            if min(map(len, table.groups)) * self.manager.block_size < sequence.num_computed_tokens:
                 raise IntegrityError(f"{sequence.sequence_id} has computed more tokens than its blocks hold")
         if not self._sequences and self.manager.pool.num_free != self.manager.pool.num_blocks:
             raise IntegrityError("blocks are held while there is no request")
@@ -228,7 +235,7 @@ class Scheduler:
             self._preempt(self._running[-1])
 
     def _fits(self, sequence: Sequence) -> bool:
-        if sequence.parent is not None:
+        if sequence.parent is not None and self.manager.can_fork(sequence.parent, sequence):
             return self.manager.fits_fork(sequence)
         return self.manager.fits(sequence, self.manager.lookup(sequence))
 
@@ -236,12 +243,14 @@ class Scheduler:
         """Decodes first, then prompts in chunks. Returns what is left of the budget."""
         scheduled = plan.num_scheduled_tokens
         block_size = self.manager.block_size
+        if self.manager.has_windows:
+            self._extend_windows(budget)
         prefilling = []
         for sequence in tuple(self._running):
             num_computed = sequence.num_computed_tokens
             if len(sequence.token_ids) - num_computed > 1:
                 prefilling.append(sequence)
-            elif sequence.state is SequenceState.RUNNING and self._extend(sequence):
+            elif sequence.state is SequenceState.RUNNING and self._extend(sequence, num_computed + 1):
                 if (num_computed + 1) % block_size == 0:
                     self.manager.seal(sequence, num_computed + 1)
                 scheduled[sequence.sequence_id] = 1
@@ -251,9 +260,20 @@ class Scheduler:
                 budget -= self._schedule_chunk(plan, sequence, budget)
         return budget
 
-    def _extend(self, sequence: Sequence) -> bool:
-        """Make room for the next token, preempting from the end. False if the sequence itself had to go."""
-        while not self.manager.extend(sequence):
+    def _extend_windows(self, budget: int) -> None:
+        """Make room for the chunks of prompts that this step may compute, before anything is scheduled.
+
+        Where all layers see everything, a prompt has its blocks since it was admitted. A window gives up as many as it
+        takes, unless others have found them in the cache and hold them too.
+        """
+        for sequence in tuple(self._running):
+            num_left = sequence.num_tokens - sequence.num_computed_tokens
+            if num_left > 1 and sequence.state is SequenceState.RUNNING:
+                self._extend(sequence, sequence.num_computed_tokens + min(num_left, budget))
+
+    def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Make room for the first `num_tokens`, preempting from the end. False if the sequence itself had to go."""
+        while not self.manager.extend(sequence, num_tokens):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is sequence:
@@ -298,6 +318,8 @@ class Scheduler:
     def _start(self, plan: SchedulerOutput, sequence: Sequence) -> int | None:
         """Give the sequence its blocks. Returns how many tokens of them are shared; None if they do not fit."""
         block_size = self.manager.block_size
+        if sequence.parent is not None and not self.manager.can_fork(sequence.parent, sequence):
+            sequence.parent = None  # it has gone on so far that a window has left the end of the prompt behind
         if sequence.parent is not None:
             copies = self.manager.fork(sequence.parent, sequence)
             if copies is None:
@@ -313,7 +335,7 @@ class Scheduler:
             num_found = num_shared = hit.num_blocks * block_size
             if sequence.num_preemptions == 0:
                 num_hit_tokens = min(num_found, sequence.num_tokens - 1)
-                self.stats.count_lookup(num_hit_tokens, self.manager.misses(sequence, num_hit_tokens))
+                self.stats.count_lookup(num_hit_tokens, self.manager.misses(sequence, hit, num_hit_tokens))
         # The last token is always computed: its logits are what the next one is sampled from.
         sequence.num_computed_tokens = min(num_found, sequence.num_tokens - 1)
         return num_shared

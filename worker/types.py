@@ -192,7 +192,7 @@ class NewSequence:
     num_shared_tokens: int
     """Tokens in blocks that others may read: never written again."""
     block_tables: tuple[tuple[int, ...], ...]
-    """Block ids, per group."""
+    """Block ids, per group. Where a window hides a block for good, another one stands."""
     sampling: SamplingParams
     seed: int
     eos_token_ids: frozenset[int]

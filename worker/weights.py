@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,44 +40,75 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
-def check_weights(views: Mapping[str, torch.Tensor], files: list[Path]) -> None:
-    """Compare the files' headers with `views` (checkpoint tensor name -> where it would go); reads no weights.
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a checkpoint's tensor that one rank holds: `start` and on along `dim`, as many as `view` has."""
+
+    view: torch.Tensor
+    """Where it goes."""
+    shape: tuple[int, ...]
+    """Of the whole tensor in the checkpoint."""
+    dim: int = 0
+    start: int = 0
+
+    @staticmethod
+    def whole(view: torch.Tensor) -> "Shard":
+        return Shard(view, tuple(view.shape))
+
+    @property
+    def is_whole(self) -> bool:
+        return tuple(self.view.shape) == self.shape
+
+
+def check_weights(shards: Mapping[str, Shard], files: list[Path], *, ignored_prefixes: tuple[str, ...] = ()) -> None:
+    """Compare the files' headers with `shards` (by the name of the tensor in the checkpoint); reads no weights.
+
+    `ignored_prefixes` are those of tensors that the checkpoint may have besides.
 
     Raises `ModelError` naming file and tensor for a missing, unexpected or misshapen tensor or an unreadable file.
     """
-    missing = set(views)
+    missing = set(shards)
     for path in files:
         with _open(path) as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118  (it is not a dict)
-                if name in views:
-                    shape, expected = checkpoint.get_slice(name).get_shape(), list(views[name].shape)
+                if name in shards:
+                    shape, expected = checkpoint.get_slice(name).get_shape(), list(shards[name].shape)
                     if shape != expected:
                         raise ModelError(f"{path}: tensor {name} has shape {shape}, config.json asks for {expected}")
                     missing.discard(name)
-                elif not _is_ignorable(name, views):
+                elif not _is_ignorable(name, shards) and not name.startswith(ignored_prefixes):
                     raise ModelError(f"{path}: tensor {name} has no place in this architecture")
     if missing:
         raise ModelError(f"{files[0].parent}: {len(missing)} tensors are missing, the first is {min(missing)}")
 
 
-def load_weights(views: Mapping[str, torch.Tensor], files: list[Path], *, progress: Progress) -> None:
-    """Fill `views` (mutated), converting to their dtype and device.
+def load_weights(
+    shards: Mapping[str, Shard], files: list[Path], *, ignored_prefixes: tuple[str, ...] = (), progress: Progress
+) -> None:
+    """Fill the shards' views (mutated), converting to their dtype and device; of each tensor only the shard is read.
 
     Args:
-        views: checkpoint tensor name -> where it goes.
+        shards: by the name of the tensor in the checkpoint.
         files: from `checkpoint_files`.
         progress: told after each tensor.
 
     Raises as `check_weights` does, before anything is read.
     """
-    check_weights(views, files)
+    check_weights(shards, files, ignored_prefixes=ignored_prefixes)
     num_loaded = 0
     for path in files:
         with _open(path) as checkpoint:
-            for name in set(checkpoint.keys()) & views.keys():
-                views[name].copy_(checkpoint.get_tensor(name))
+            for name in set(checkpoint.keys()) & shards.keys():
+                shard = shards[name]
+                shard.view.copy_(checkpoint.get_tensor(name) if shard.is_whole else _read(checkpoint, name, shard))
                 num_loaded += 1
-                progress("loading weights", num_loaded, len(views))
+                progress("loading weights", num_loaded, len(shards))
+
+
+def _read(checkpoint: Any, name: str, shard: Shard) -> torch.Tensor:
+    part = slice(shard.start, shard.start + shard.view.shape[shard.dim])
+    tensor: torch.Tensor = checkpoint.get_slice(name)[(slice(None),) * shard.dim + (part,)]
+    return tensor
 
 
 @contextmanager
@@ -107,6 +139,6 @@ def _file_digest(path: Path) -> bytes:
     return digest.digest()
 
 
-def _is_ignorable(name: str, views: Mapping[str, torch.Tensor]) -> bool:
+def _is_ignorable(name: str, shards: Mapping[str, Shard]) -> bool:
     """Buffers that old checkpoints carry, and a head that is tied to the embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in views)
+    return name.endswith("rotary_emb.inv_freq") or (name.endswith("lm_head.weight") and name not in shards)

@@ -198,6 +198,8 @@ class DirectoryState:
             placements=record.num_placements,
             placed_tokens=record.num_placed_tokens,
             placed_cached_tokens=record.num_placed_cached_tokens,
+            layout=hello.layout,
+            tensor_parallel_size=hello.tensor_parallel_size,
         )
 
     def _model(self, name: str) -> ModelRecord:

@@ -127,11 +127,11 @@ class ModelRecord:
         self.index.retire_slot(slot)
 
     def check(self, hello: pb.Hello) -> None:
-        """Raise `MismatchError` if this worker's blocks are of another kind. One with another layout is mentioned."""
+        """Raise `MismatchError` if this worker's blocks are of another kind. One with other values is mentioned."""
         fingerprints = {record.hello.fingerprint for record in self.workers.values()}
         if fingerprints and hello.fingerprint not in fingerprints:
             logger.warning(
-                "%s: its blocks are laid out as on no other worker of %s; none can take them from another",
+                "%s: its blocks hold other values than those of any other worker of %s; none finds another's prefixes",
                 hello.worker_id,
                 hello.model,
             )

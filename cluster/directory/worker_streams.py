@@ -28,6 +28,7 @@ from pagoda.cluster.directory.worker_record import ModelRecord, WorkerRecord
 from pagoda.proto import directory_pb2 as pb
 from pagoda.worker.block_hash import HASH_BYTES
 from pagoda.worker.errors import InvalidRequestError
+from pagoda.worker.kv_layout import FINGERPRINT_BYTES
 
 _LONGEST_TICK_S = 1.0
 """Between two ticks; beyond it workers are not to blame for their silence."""
@@ -248,5 +249,7 @@ def _check(hello: pb.Hello) -> None:
     for name in ("epoch", "block_size", "num_blocks", "max_num_seqs"):
         if not getattr(hello, name):
             raise InvalidRequestError(f"hello.{name}", "must be at least 1")
+    if len(hello.layout) not in (0, FINGERPRINT_BYTES):
+        raise InvalidRequestError("hello.layout", f"must be of {FINGERPRINT_BYTES} bytes, or none")
     if not 1 <= len(hello.windows) <= MAX_NUM_GROUPS:
         raise InvalidRequestError("hello.windows", f"must be of 1 to {MAX_NUM_GROUPS} groups")

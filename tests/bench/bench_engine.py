@@ -54,7 +54,7 @@ class SteadyDecode:
         limits = EngineLimits(max_model_len=4 * CONTEXT, vocab_size=50_000, max_num_seqs=num_seqs, max_num_waiting=4096)
         blocks_each = -(-limits.max_model_len // BLOCK_SIZE)
         manager = KVManager(
-            BlockPool(num_seqs * blocks_each), num_groups=1, block_size=BLOCK_SIZE, enable_prefix_caching=True
+            BlockPool(num_seqs * blocks_each), block_size=BLOCK_SIZE, enable_prefix_caching=True, max_step_tokens=1024
         )
         config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=8192)
         self.scheduler = Scheduler(config, limits, manager, eos_token_ids=frozenset({2}))

@@ -34,6 +34,7 @@ OUTPUT = Path("build/bench/tp.json")
 NUM_REQUESTS = 32
 BLOCK_SIZE = 16
 CONTEXT, MAX_LEN = 200, 4096
+MAX_STEP_TOKENS = 8192
 NUM_RUNS, NUM_STEPS = 30, 50
 MOST_OVERHEAD_MS, MOST_PLAN_BYTES = 1.0, 200.0
 
@@ -45,10 +46,13 @@ class SteadyDecode:
         self.executor = executor
         blocks_each = MAX_LEN // BLOCK_SIZE
         manager = KVManager(
-            BlockPool(NUM_REQUESTS * blocks_each), num_groups=1, block_size=BLOCK_SIZE, enable_prefix_caching=True
+            BlockPool(NUM_REQUESTS * blocks_each),
+            block_size=BLOCK_SIZE,
+            enable_prefix_caching=True,
+            max_step_tokens=MAX_STEP_TOKENS,
         )
         limits = EngineLimits(MAX_LEN, vocab_size, max_num_seqs=NUM_REQUESTS, max_num_waiting=NUM_REQUESTS)
-        config = SchedulerConfig(max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=8192)
+        config = SchedulerConfig(max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=MAX_STEP_TOKENS)
         self._scheduler = Scheduler(config, limits, manager, eos_token_ids=frozenset({2}))
         self._last_plan = SchedulerOutput(step=0)
         self._encoder = StepEncoder()

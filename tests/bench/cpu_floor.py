@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from cpu_workload import report
 
 from pagoda.worker.models.config import ModelConfig
+from pagoda.worker.models.families import read_model_config
 
 NUM_REPEATS = 9
 
@@ -55,7 +56,7 @@ def products_ms(model: ModelConfig, num_tokens: int) -> float:
 def main() -> None:
     torch.set_num_threads(int(sys.argv[2]))
     torch.set_grad_enabled(False)
-    model = ModelConfig.from_folder(Path(sys.argv[1]))
+    model = read_model_config(Path(sys.argv[1]))
     block = torch.randn(64 * 2**20)
     result = {f"gemm_b{count}_ms": products_ms(model, count) for count in (1, 8, 32)}
     result["read_gb_s"] = block.numel() * 4 / median_ms(block.sum) / 1e6

@@ -83,7 +83,7 @@ def table(num_requests: int, context_len: int, model_path: Path, num_threads: in
         begin = time.perf_counter()
         for _ in range(NUM_STEPS):
             plan = ops.plan(batch, cache_NL2PKD.shape[3], cache_NL2PKD.dtype)
-            hidden_BE = model(token_ids_B, positions_B, cache_NL2PKD, plan)
+            hidden_BE = model(token_ids_B, positions_B, cache_NL2PKD, [plan])
             model.logits(hidden_BE)
         return (time.perf_counter() - begin) / NUM_STEPS
 

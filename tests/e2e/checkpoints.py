@@ -7,6 +7,14 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -52,6 +60,36 @@ def mistral(**changes: Any) -> MistralForCausalLM:
     return MistralForCausalLM(MistralConfig(**(SIZES | {"sliding_window": None} | changes)))
 
 
+WINDOW = 7
+"""Less than two blocks of the tests', and than most prompts."""
+GEMMA_SIZES = SIZES | {"head_dim": 16, "tie_word_embeddings": True, "query_pre_attn_scalar": 20}
+
+
+def gemma2(**changes: Any) -> Gemma2ForCausalLM:
+    """Soft caps small enough to matter."""
+    sizes = GEMMA_SIZES | {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+    return Gemma2ForCausalLM(Gemma2Config(**(sizes | {"attn_implementation": "eager"} | changes)))
+
+
+def gemma3_config(**changes: Any) -> Gemma3TextConfig:
+    """Five layers with a window, one without, and the rest of a second such period."""
+    rope = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    sizes = GEMMA_SIZES | {"sliding_window": WINDOW, "num_hidden_layers": 8, "rope_parameters": rope}
+    return Gemma3TextConfig(**(sizes | changes))
+
+
+def gemma3_with_images() -> Gemma3ForConditionalGeneration:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    tokens = {"image_token_index": 93, "boi_token_index": 94, "eoi_token_index": 95, "mm_tokens_per_image": 4}
+    config = Gemma3Config(text_config=gemma3_config().to_dict(), vision_config=vision, **tokens)
+    config._attn_implementation = "eager"
+    return Gemma3ForConditionalGeneration(config)
+
+
 CHECKPOINTS: dict[str, Callable[[], Any]] = {
     "Llama 2, MHA": lambda: llama(num_key_value_heads=4),
     "Llama 3, GQA": lambda: llama(rope_parameters=LLAMA3_ROPE),
@@ -63,6 +101,16 @@ CHECKPOINTS: dict[str, Callable[[], Any]] = {
     "Qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "Qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**(SIZES | {"tie_word_embeddings": True}))),
     "Qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**(SIZES | {"head_dim": 24}))),
+    "Mistral, window": lambda: mistral(sliding_window=WINDOW),
+    "Qwen2, window in the upper layers": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**(SIZES | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}))
+    ),
+    "Gemma": lambda: GemmaForCausalLM(GemmaConfig(**(SIZES | {"head_dim": 16, "tie_word_embeddings": True}))),
+    "Gemma 2, GQA": gemma2,
+    "Gemma 2, MQA": lambda: gemma2(num_key_value_heads=1),
+    "Gemma 3, GQA": lambda: Gemma3ForCausalLM(gemma3_config()),
+    "Gemma 3, MQA": lambda: Gemma3ForCausalLM(gemma3_config(num_key_value_heads=1, final_logit_softcapping=5.0)),
+    "Gemma 3, with images": gemma3_with_images,
     "Llama 3, old config.json": lambda: llama(rope_parameters=LLAMA3_ROPE),
 }
 

@@ -7,14 +7,15 @@ import pytest
 from checkpoints import CHECKPOINTS, make_checkpoint
 from oracle import Comparisons, Generation, Oracle, Prompt, Serving
 
-from pagoda.worker.config import CacheConfig, SchedulerConfig
+from pagoda.worker.build import plan_engine
+from pagoda.worker.config import CacheConfig, EngineConfig, SchedulerConfig
 from pagoda.worker.types import FinishReason, SamplingParams
 
 P = 4
 MAX_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 TO_THE_LIMIT = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-NUM_BLOCKS = 256
+NUM_BLOCKS = 1024
 """More than all prompts and outputs take."""
 
 
@@ -37,6 +38,8 @@ class Checkpoint:
     def __init__(self, name: str, folder: Path, comparisons: Comparisons) -> None:
         self.folder = folder
         self.oracle = Oracle(make_checkpoint(name, folder, ending=ENDING), comparisons)
+        config = EngineConfig(folder, cache=CacheConfig(block_size=P, num_blocks=NUM_BLOCKS))
+        self.spec = plan_engine(config).spec
 
     def serve(
         self, *, num_blocks: int = NUM_BLOCKS, enable_prefix_caching: bool = False, max_num_batched_tokens: int = 1024
@@ -101,23 +104,32 @@ def test_cached(checkpoint: Checkpoint, max_num_batched_tokens: int) -> None:
 @pytest.mark.parametrize("enable_prefix_caching", [False, True], ids=["cache off", "cache on"])
 def test_preempted(checkpoint: Checkpoint, enable_prefix_caching: bool) -> None:
     """The pool holds little more than the longest sequence: others lose their blocks half-way and start again."""
-    num_blocks = -(-(len(PROMPTS[-1]) + MAX_TOKENS) // P) + 4
-    with checkpoint.serve(num_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching) as serving:
+    spec, step = checkpoint.spec, 8
+    num_blocks = spec.num_blocks_for(len(PROMPTS[-1]) + MAX_TOKENS, max_step_tokens=step) + 4 * len(spec.groups)
+    with checkpoint.serve(
+        num_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching, max_num_batched_tokens=step
+    ) as serving:
         results = serving.generate(PROMPTS, TO_THE_LIMIT)
         assert serving.stats.num_preemptions > 0
     checkpoint.check(results, ignore_eos=True)
 
 
 def test_a_sequence_may_fill_the_pool_to_the_last_slot(checkpoint: Checkpoint) -> None:
-    """Two that want the whole pool, without a limit of their own: both get it, as one is preempted, and end there."""
+    """Two that want the whole pool, without a limit of their own: both get it, as one is preempted, and end there.
+
+    With windows the second one waits: then the first one asks at once for as much as its windows ever hold. Where all
+    layers have windows both go on to the model's longest context.
+    """
     sampling = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
-    prompts, num_blocks = PROMPTS[-3:-1], 20
-    with checkpoint.serve(num_blocks=num_blocks) as serving:
+    prompts, spec, step = PROMPTS[-3:-1], checkpoint.spec, 8
+    num_blocks = spec.num_blocks_for(80, max_step_tokens=step)
+    longest = min(256, spec.num_tokens_in(num_blocks, max_step_tokens=step))
+    with checkpoint.serve(num_blocks=num_blocks, max_num_batched_tokens=step) as serving:
         results = serving.generate(prompts, sampling)
-        assert serving.stats.num_preemptions > 0
+        assert serving.stats.num_preemptions > 0 or any(spec.windows)
     for prompt, (generation,) in zip(prompts, results, strict=True):
         assert generation.finish_reason is FinishReason.LENGTH
-        checkpoint.oracle.check(prompt, generation, max_tokens=num_blocks * P - len(prompt), ignore_eos=True)
+        checkpoint.oracle.check(prompt, generation, max_tokens=longest - len(prompt), ignore_eos=True)
 
 
 def test_samples_of_one_prompt(checkpoint: Checkpoint) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pagoda.kernels.interface import AttentionBatch
 from pagoda.worker.build import load_model, plan_engine
 from pagoda.worker.config import CacheConfig, EngineConfig
-from pagoda.worker.models.llama import LlamaModel
+from pagoda.worker.models.decoder import Decoder
 
 P = 16
 NUM_TOKENS = 300
@@ -31,12 +31,12 @@ def prompt(smollm2: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def served(smollm2: Path) -> tuple[LlamaModel, torch.Tensor]:
+def served(smollm2: Path) -> tuple[Decoder, torch.Tensor]:
     config = EngineConfig(smollm2, dtype="bfloat16", device="cpu", cache=CacheConfig(block_size=P, num_blocks=64))
     return load_model(plan_engine(config), NUM_THREADS, progress=lambda *_: None)
 
 
-def logits(served: tuple[LlamaModel, torch.Tensor], token_ids: list[int], chunks: list[int]) -> torch.Tensor:
+def logits(served: tuple[Decoder, torch.Tensor], token_ids: list[int], chunks: list[int]) -> torch.Tensor:
     """TV: of every token, computed in chunks of these sizes."""
     model, cache_NL2PKD = served
     cache_NL2PKD.fill_(float("nan"))
@@ -54,14 +54,14 @@ def logits(served: tuple[LlamaModel, torch.Tensor], token_ids: list[int], chunks
                 query_lens=(size,),
                 seq_lens=(end,),
             )
-            plan = model.ops.plan(batch, P, cache_NL2PKD.dtype)
-            hidden_TE = model(torch.tensor(token_ids[start:end]), torch.arange(start, end), cache_NL2PKD, plan)
+            plans = [model.ops.plan(batch, P, cache_NL2PKD.dtype)]
+            hidden_TE = model(torch.tensor(token_ids[start:end]), torch.arange(start, end), cache_NL2PKD, plans)
             parts.append(model.logits(hidden_TE))
             start = end
     return torch.cat(parts)
 
 
-def test_logits_are_close_to_float32(smollm2: Path, served: tuple[LlamaModel, torch.Tensor], prompt: list[int]) -> None:
+def test_logits_are_close_to_float32(smollm2: Path, served: tuple[Decoder, torch.Tensor], prompt: list[int]) -> None:
     oracle = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     with torch.inference_mode():
         expected_TV = oracle(torch.tensor([prompt])).logits[0]
@@ -71,7 +71,7 @@ def test_logits_are_close_to_float32(smollm2: Path, served: tuple[LlamaModel, to
 
 
 @pytest.mark.parametrize("size", [1, 7, 128])
-def test_chunks_change_no_bit(served: tuple[LlamaModel, torch.Tensor], prompt: list[int], size: int) -> None:
+def test_chunks_change_no_bit(served: tuple[Decoder, torch.Tensor], prompt: list[int], size: int) -> None:
     """Decoded token by token or prefilled in chunks: each logit is the same to the last bit, in bfloat16 too."""
     if not served[0].ops.name.startswith("cpu"):
         pytest.skip("without the C++ kernels the order of sums depends on the batch")

@@ -22,7 +22,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         block_size=st.sampled_from([1, 2, 3, 4, 8]),
-        num_groups=st.sampled_from([1, 1, 2]),
+        windows=st.sampled_from([(0,), (0,), (0, 0), (0, 5), (7,), (0, 4, 9)]),
         num_tokens=st.sampled_from([16, 24, 40, 100]),
         max_num_seqs=st.sampled_from([1, 2, 3, 8]),
         max_num_batched_tokens=st.sampled_from([1, 4, 7, 16, 64]),
@@ -32,16 +32,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         *,
         block_size: int,
-        num_groups: int,
+        windows: tuple[int, ...],
         num_tokens: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool,
     ) -> None:
         self.replica = Replica(
-            num_blocks=num_tokens // block_size * num_groups,
+            num_blocks=num_tokens // block_size * len(windows),
             block_size=block_size,
-            num_groups=num_groups,
+            windows=windows,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,

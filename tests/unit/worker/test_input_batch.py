@@ -68,8 +68,8 @@ def test_a_prompt_in_chunks_then_decoding() -> None:
     inputs = batch.build(plan)
     assert inputs.token_ids_T.tolist() == [10, 11, 12, 13, 14]
     assert inputs.positions_T.tolist() == [0, 1, 2, 3, 4]
-    assert inputs.slot_mapping_T.tolist() == [36, 37, 38, 39, 12]
-    assert inputs.block_table_BM.tolist() == [[9, 3]]
+    assert inputs.slot_mapping_GT[0].tolist() == [36, 37, 38, 39, 12]
+    assert inputs.block_table_GBM[0].tolist() == [[9, 3]]
     assert (inputs.query_start_loc.tolist(), inputs.seq_lens_B.tolist(), inputs.num_decodes) == ([0, 5], [5], 0)
     assert (names(inputs), inputs.last_token_indices.tolist()) == ([], [])
     batch.finish(plan, {})
@@ -78,7 +78,7 @@ def test_a_prompt_in_chunks_then_decoding() -> None:
     batch.apply(plan)
     inputs = batch.build(plan)
     assert inputs.token_ids_T.tolist() == [15, 16]
-    assert inputs.slot_mapping_T.tolist() == [13, 14]
+    assert inputs.slot_mapping_GT[0].tolist() == [13, 14]
     assert (names(inputs), inputs.last_token_indices.tolist()) == (["a"], [1])
     batch.finish(plan, {SequenceId("a"): 70})
 
@@ -86,7 +86,7 @@ def test_a_prompt_in_chunks_then_decoding() -> None:
     batch.apply(plan)
     inputs = batch.build(plan)
     assert inputs.token_ids_T.tolist() == [70]
-    assert (inputs.slot_mapping_T.tolist(), inputs.seq_lens_B.tolist(), inputs.num_decodes) == ([15], [8], 1)
+    assert (inputs.slot_mapping_GT[0].tolist(), inputs.seq_lens_B.tolist(), inputs.num_decodes) == ([15], [8], 1)
     assert inputs.sampled[0][1].num_output_tokens == 1
 
 
@@ -100,7 +100,7 @@ def test_shared_blocks_are_not_written() -> None:
     )
     batch.apply(plan)
     inputs = batch.build(plan)
-    assert (inputs.token_ids_T.tolist(), inputs.slot_mapping_T.tolist()) == ([7], [-1])
+    assert (inputs.token_ids_T.tolist(), inputs.slot_mapping_GT[0].tolist()) == ([7], [-1])
     assert names(inputs) == ["a"]
 
 
@@ -140,7 +140,7 @@ def test_an_id_that_ends_and_starts_again_in_one_plan() -> None:
     )
     batch.apply(again)
     inputs = batch.build(again)
-    assert (inputs.token_ids_T.tolist(), inputs.slot_mapping_T.tolist()) == ([8, 9], [28, 29])
+    assert (inputs.token_ids_T.tolist(), inputs.slot_mapping_GT[0].tolist()) == ([8, 9], [28, 29])
 
 
 def test_changes_of_sequences_that_are_not_here_are_ignored() -> None:
@@ -149,7 +149,7 @@ def test_changes_of_sequences_that_are_not_here_are_ignored() -> None:
     batch.apply(SchedulerOutput(1, dropped=[SequenceId("gone")], block_updates=[(SequenceId("gone"), 0, 0, 3)]))
     plan = SchedulerOutput(2, new=[new_sequence("a", [1], [2])], num_scheduled_tokens=scheduled(a=1))
     batch.apply(plan)
-    assert batch.build(plan).slot_mapping_T.tolist() == [8]
+    assert batch.build(plan).slot_mapping_GT[0].tolist() == [8]
 
 
 def test_the_longest_context_fills_its_row() -> None:
@@ -228,7 +228,7 @@ class PlainModel:
                 last.append(len(token_ids) - 1)
         assert inputs.token_ids_T.tolist() == token_ids
         assert inputs.positions_T.tolist() == positions
-        assert inputs.slot_mapping_T.tolist() == slots
+        assert inputs.slot_mapping_GT[0].tolist() == slots
         assert inputs.query_start_loc.tolist() == starts
         assert inputs.seq_lens_B.tolist() == seq_lens
         assert [(sequence_id, row.num_output_tokens) for sequence_id, row in inputs.sampled] == sampled
@@ -237,7 +237,7 @@ class PlainModel:
         assert query_lens[: inputs.num_decodes] == [1] * inputs.num_decodes
         assert 1 not in query_lens[inputs.num_decodes :]
         for table_M, sequence_id, seq_len in zip(
-            inputs.block_table_BM.tolist(), plan.num_scheduled_tokens, seq_lens, strict=True
+            inputs.block_table_GBM[0].tolist(), plan.num_scheduled_tokens, seq_lens, strict=True
         ):
             num_used = -(-seq_len // P)
             assert table_M[:num_used] == self.sequences[sequence_id].blocks[:num_used]

@@ -17,9 +17,10 @@ ROOT = hash_root(b"")
 def make_manager(num_blocks: int = 16, *, num_groups: int = 1, enable_prefix_caching: bool = True) -> KVManager:
     return KVManager(
         BlockPool(num_blocks),
-        num_groups=num_groups,
+        windows=(0,) * num_groups,
         block_size=BLOCK_SIZE,
         enable_prefix_caching=enable_prefix_caching,
+        max_step_tokens=64,
     )
 
 
@@ -149,10 +150,10 @@ def test_extending_tells_the_new_entries() -> None:
     sequence = make_sequence("a", 3)
     admit(manager, sequence)
     sequence.append(3)
-    assert manager.extend(sequence)
+    assert manager.extend(sequence, sequence.num_tokens)
     assert manager.take_updates() == []
     sequence.append(4)
-    assert manager.extend(sequence)
+    assert manager.extend(sequence, sequence.num_tokens)
     tables = manager.table(sequence).block_ids
     assert manager.take_updates() == [("a/0", 0, 1, tables[0][1]), ("a/0", 1, 1, tables[1][1])]
     assert manager.take_updates() == []
@@ -165,7 +166,7 @@ def test_extending_without_room_changes_nothing() -> None:
     sequence = make_sequence("a", 4)
     admit(manager, sequence)
     sequence.append(4)
-    assert not manager.extend(sequence)
+    assert not manager.extend(sequence, sequence.num_tokens)
     assert (manager.pool.num_free, manager.take_updates()) == (1, [])
 
 
@@ -261,7 +262,7 @@ def test_fork_shares_full_blocks_and_copies_the_open_one(
     compute(manager, parent)
     for token in range(5):
         parent.append(token)
-    manager.extend(parent)
+    manager.extend(parent, parent.num_tokens)
     copies = manager.fork(parent, child)
     expected = []
     for theirs, own in zip(manager.table(parent).block_ids, manager.table(child).block_ids, strict=True):

@@ -277,7 +277,7 @@ def test_samples_look_up_once() -> None:
 
 def test_every_token_looked_up_is_a_hit_or_a_miss() -> None:
     """Also with preemption, eviction, aborts and several groups of layers."""
-    replica = Replica(num_blocks=24, num_groups=2)
+    replica = Replica(num_blocks=24, windows=(0, 0))
     for number in range(40):
         replica.add(str(number), range(number % 7, number % 7 + 3 + number % 11), max_tokens=6, n=1 + number % 2)
         if number % 5 == 0:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from pagoda.kernels.rope import RopeConfig
-from pagoda.worker.errors import ModelError
-from pagoda.worker.models.config import ModelConfig
+from pagoda.worker.errors import ConfigError, ModelError
+from pagoda.worker.models.config import LayerConfig, ModelConfig
+from pagoda.worker.models.families import read_model_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,6 +26,26 @@ LLAMA: dict[str, Any] = {
     "dtype": "bfloat16",
     "tie_word_embeddings": True,
     "eos_token_id": 2,
+}
+GEMMA_3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
 }
 LLAMA3_SCALING = {
     "factor": 32.0,
@@ -54,7 +75,7 @@ class Read:
         self.write("config.json", json.dumps(raw))
         if generation is not None:
             self.write("generation_config.json", json.dumps(generation))
-        return ModelConfig.from_folder(self.folder)
+        return read_model_config(self.folder)
 
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text, encoding="utf-8")
@@ -76,7 +97,7 @@ def test_llama(read: Read) -> None:
         vocab_size=49152,
         max_position=8192,
         rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=100000.0),
+        layers=(LayerConfig(0, RopeConfig(theta=100000.0)),) * 30,
         dtype="bfloat16",
         tie_word_embeddings=True,
         qkv_bias=False,
@@ -84,6 +105,7 @@ def test_llama(read: Read) -> None:
         mlp_bias=False,
         qk_norm=False,
         eos_token_ids=frozenset({2}),
+        attention_scale=0.125,
     )
 
 
@@ -92,7 +114,7 @@ def test_what_may_be_left_out(read: Read) -> None:
     optional = ("num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "eos_token_id")
     config = read(num_attention_heads=12, **dict.fromkeys(optional, REMOVED))
     assert (config.num_kv_heads, config.head_size) == (12, 48)
-    assert config.rope == RopeConfig(theta=10000.0)
+    assert {layer.rope for layer in config.layers} == {RopeConfig(theta=10000.0)}
     assert (config.rms_norm_eps, config.tie_word_embeddings, config.eos_token_ids) == (1e-6, False, frozenset())
 
 
@@ -149,7 +171,7 @@ ROPE_SPELLINGS = {
 @pytest.mark.parametrize(("changes", "rope"), ROPE_SPELLINGS.values(), ids=ROPE_SPELLINGS)
 def test_both_spellings_of_rope(read: Read, changes: dict[str, Any], rope: RopeConfig) -> None:
     """`rope_parameters` of transformers 5, and `rope_theta` with `rope_scaling` of those before."""
-    assert read(**({"rope_parameters": REMOVED} | changes)).rope == rope
+    assert {layer.rope for layer in read(**({"rope_parameters": REMOVED} | changes)).layers} == {rope}
 
 
 def test_both_spellings_of_dtype(read: Read) -> None:
@@ -171,21 +193,103 @@ def test_an_end_of_sequence_beyond_the_vocabulary_is_dropped(read: Read) -> None
 
 
 WINDOWS = {
-    "none": ("MistralForCausalLM", {"sliding_window": None}, 8192),
-    "window": ("MistralForCausalLM", {"sliding_window": 4096}, 4096),
-    "window longer than the model": ("MistralForCausalLM", {"sliding_window": 10000}, 8192),
-    "Qwen, switched off": ("Qwen2ForCausalLM", {"sliding_window": 4096, "use_sliding_window": False}, 8192),
-    "Qwen, off by default": ("Qwen3ForCausalLM", {"sliding_window": 4096}, 8192),
-    "Qwen, switched on": ("Qwen2ForCausalLM", {"sliding_window": 4096, "use_sliding_window": True}, 4096),
+    "Mistral, none": ("MistralForCausalLM", {"sliding_window": None}, [0] * 30),
+    "Mistral": ("MistralForCausalLM", {"sliding_window": 1024}, [1024] * 30),
+    "Mistral, not said": ("MistralForCausalLM", {}, [4096] * 30),
+    "Llama has none": ("LlamaForCausalLM", {"sliding_window": 4096}, [0] * 30),
+    "Qwen, switched off": ("Qwen2ForCausalLM", {"sliding_window": 4096, "use_sliding_window": False}, [0] * 30),
+    "Qwen, off by default": ("Qwen3ForCausalLM", {"sliding_window": 4096, "layer_types": None}, [0] * 30),
+    "Qwen, the upper layers": (
+        "Qwen2ForCausalLM",
+        {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 28},
+        [0] * 28 + [512] * 2,
+    ),
+    "Qwen, by types": (
+        "Qwen3ForCausalLM",
+        {
+            "sliding_window": 512,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 15,
+        },
+        [512, 0] * 15,
+    ),
+    "Gemma 2": ("Gemma2ForCausalLM", {"sliding_window": 64}, [64, 0] * 15),
+    "Gemma 3": ("Gemma3ForCausalLM", {"sliding_window": 64}, ([64] * 5 + [0]) * 5),
+    "Gemma 3, old spelling": (
+        "Gemma3ForCausalLM",
+        {"sliding_window": 64, "sliding_window_pattern": 3},
+        [64, 64, 0] * 10,
+    ),
 }
 
 
-@pytest.mark.parametrize(("architecture", "changes", "max_position"), WINDOWS.values(), ids=WINDOWS)
-def test_a_sliding_window_limits_the_context(
-    read: Read, architecture: str, changes: dict[str, Any], max_position: int
-) -> None:
-    """Up to its length a window is full attention; beyond it tokens would be wrong, so contexts end there."""
-    assert read(architectures=[architecture], **changes).max_position == max_position
+@pytest.mark.parametrize(("architecture", "changes", "windows"), WINDOWS.values(), ids=WINDOWS)
+def test_windows_of_layers(read: Read, architecture: str, changes: dict[str, Any], windows: list[int]) -> None:
+    """They do not limit the context."""
+    config = read(architectures=[architecture], hidden_act=REMOVED, rope_parameters=REMOVED, **changes)
+    assert [layer.window for layer in config.layers] == windows
+    assert config.max_position == 8192
+
+
+def test_gemma_3_as_its_authors_published_it(read: Read) -> None:
+    """What the 4B model's file says of its language model, and what it leaves to defaults."""
+    read.write("config.json", json.dumps(GEMMA_3_4B))
+    config = read_model_config(read.folder)
+    assert (config.num_heads, config.num_kv_heads, config.head_size, config.num_layers) == (8, 4, 256, 34)
+    assert (config.vocab_size, config.max_position, config.tie_word_embeddings) == (262208, 131072, True)
+    assert [layer.window for layer in config.layers] == [0 if (layer + 1) % 6 == 0 else 1024 for layer in range(34)]
+    ropes = {bool(layer.window): layer.rope for layer in config.layers}
+    assert ropes == {True: RopeConfig(10_000.0), False: RopeConfig(1_000_000.0, "linear", 8.0)}
+    assert (config.attention_scale, config.attention_soft_cap, config.logit_soft_cap) == (1 / 16, 0.0, 0.0)
+    assert (config.activation, config.norm_offset, config.embedding_scale) == ("gelu_tanh", 1.0, 2560**0.5)
+    assert config.qk_norm
+    assert config.has_output_norms
+    assert config.eos_token_ids == {1, 106}
+    assert "10000.0" in config.rope_text
+    assert "1000000.0" in config.rope_text
+
+
+def test_gemma_2_has_soft_caps_unless_its_config_takes_them_away(read: Read) -> None:
+    gemma2 = {"architectures": ["Gemma2ForCausalLM"], "hidden_act": REMOVED}
+    config = read(**gemma2, query_pre_attn_scalar=144)
+    assert (config.attention_scale, config.attention_soft_cap, config.logit_soft_cap) == (1 / 12, 50.0, 30.0)
+    config = read(**gemma2, attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("says", [{}, {"hidden_act": "gelu"}, {"hidden_activation": "gelu_pytorch_tanh"}], ids=str)
+def test_the_first_gemma_always_means_the_approximation(read: Read, says: dict[str, str]) -> None:
+    """Its early files say `gelu`."""
+    config = read(**{"architectures": ["GemmaForCausalLM"], "hidden_act": REMOVED, "head_dim": REMOVED} | says)
+    assert (config.activation, config.head_size, config.tie_word_embeddings) == ("gelu_tanh", 256, True)
+
+
+# -- how many ranks can share it -------------------------------------------------------------------
+
+RANKS = {
+    "SmolLM2": ({}, (1, 3)),
+    "MHA": ({"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 64}, (1, 2, 4, 8)),
+    "MQA": ({"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 64}, (1, 2, 4)),
+    "fewer KV heads than ranks": (
+        {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64},
+        (1, 2, 4, 8),
+    ),
+    "odd feed-forward": ({"num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 1535}, (1,)),
+}
+
+
+@pytest.mark.parametrize(("changes", "sizes"), RANKS.values(), ids=RANKS)
+def test_how_many_ranks_can_share_a_model(read: Read, changes: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    if "num_attention_heads" in changes:
+        changes = {"num_key_value_heads": changes["num_attention_heads"]} | changes
+    assert read(**changes).tensor_parallel_sizes == sizes
+
+
+def test_a_number_of_ranks_that_cannot_share_is_refused_with_those_that_can(read: Read) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 2 ranks .* 9 query heads .*allows 1, 3$"):
+        read().on_one_of(2)
+    local = read().on_one_of(3)
+    assert (local.num_heads, local.num_kv_heads, local.intermediate_size) == (3, 1, 512)
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -215,7 +319,30 @@ REFUSED = {
     "llama3 with equal factors": (llama3(low_freq_factor=4), r"low_freq_factor: .* high_freq_factor, 4\.0, got 4\.0"),
     "llama3 with factors the wrong way round": (llama3(high_freq_factor=0.5), r"low_freq_factor: .*, 0\.5, got 1\.0"),
     "llama3 of no length": (llama3(original_max_position_embeddings=0), r"original_max_position_embeddings: .*got 0"),
-    "window of no length": ({"sliding_window": 0}, r"sliding_window: must be a positive integer, got 0"),
+    "window of no length": (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
+        r"sliding_window: must be a positive integer, got 0",
+    ),
+    "Gemma without a window's length": (
+        {"architectures": ["Gemma2ForCausalLM"], "hidden_act": REMOVED, "sliding_window": None},
+        r"sliding_window: must be a positive integer",
+    ),
+    "Gemma that sees the future": (
+        {"architectures": ["Gemma3ForCausalLM"], "hidden_act": REMOVED, "use_bidirectional_attention": True},
+        r"use_bidirectional_attention: true is not supported",
+    ),
+    "too few layer types": (
+        {"architectures": ["Gemma2ForCausalLM"], "hidden_act": REMOVED, "layer_types": ["full_attention"]},
+        r"layer_types: must be a list of num_hidden_layers, 30",
+    ),
+    "unknown layer type": (
+        {"architectures": ["Gemma2ForCausalLM"], "hidden_act": REMOVED, "layer_types": ["linear_attention"] * 30},
+        r"layer_types: 'linear_attention' is not supported; supported: full_attention, sliding_attention",
+    ),
+    "layers before windows": (
+        {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": -1},
+        r"max_window_layers: must be a non-negative integer, got -1",
+    ),
     "no positions": ({"max_position_embeddings": 0}, r"max_position_embeddings: must be a positive integer, got 0"),
     "rope as a word": ({"rope_parameters": "linear"}, r"rope_parameters: must be an object"),
     "llama3 without its factors": (
@@ -300,20 +427,20 @@ def test_a_size_that_is_none_is_named(read: Read, key: str, value: object) -> No
 
 def test_a_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json does not exist: not a Hugging Face model folder"):
-        ModelConfig.from_folder(tmp_path)
+        read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "\udcff"])
 def test_a_config_that_is_not_json(read: Read, text: str) -> None:
     (read.folder / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
-        ModelConfig.from_folder(read.folder)
+        read_model_config(read.folder)
 
 
 def test_a_config_that_is_no_object(read: Read) -> None:
     read.write("config.json", "[]")
     with pytest.raises(ModelError, match=r"config\.json does not hold a JSON object"):
-        ModelConfig.from_folder(read.folder)
+        read_model_config(read.folder)
 
 
 def test_a_broken_generation_config_is_named(read: Read) -> None:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from pagoda.worker.errors import ModelError
-from pagoda.worker.weights import checkpoint_files, load_weights, weights_digest
+from pagoda.worker.weights import Shard, checkpoint_files, load_weights, weights_digest
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 TENSORS = {
@@ -39,7 +39,8 @@ def write_shards(folder: Path, *shards: list[str]) -> None:
 
 
 def load(folder: Path, targets: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    load_weights(targets, checkpoint_files(folder), progress=ignore_progress)
+    shards = {name: Shard.whole(target) for name, target in targets.items()}
+    load_weights(shards, checkpoint_files(folder), progress=ignore_progress)
     return targets
 
 
@@ -52,7 +53,8 @@ def test_one_file(tmp_path: Path) -> None:
     """Every tensor arrives, and progress counts them up to all of them."""
     save_file(TENSORS, tmp_path / "model.safetensors")
     targets, reports = views(EMBED, NORM, HEAD), []
-    load_weights(targets, checkpoint_files(tmp_path), progress=lambda *report: reports.append(report))
+    shards = {name: Shard.whole(target) for name, target in targets.items()}
+    load_weights(shards, checkpoint_files(tmp_path), progress=lambda *report: reports.append(report))
     assert_loaded(targets)
     assert reports == [("loading weights", done, 3) for done in (1, 2, 3)]
 
@@ -76,6 +78,35 @@ def test_weights_take_the_type_and_place_of_their_view(tmp_path: Path) -> None:
     assert torch.equal(fused[2:6].float(), TENSORS[EMBED])
     assert fused[:2].isnan().all()
     assert fused[6:].isnan().all()
+
+
+@pytest.mark.parametrize(("dim", "start", "size"), [(0, 0, 2), (0, 2, 2), (0, 3, 1), (1, 0, 1), (1, 1, 2), (0, 4, 0)])
+def test_of_a_shard_only_its_part_is_read(tmp_path: Path, dim: int, start: int, size: int) -> None:
+    """Rows or columns; also none, where the vocabulary does not reach the last rank."""
+    save_file({EMBED: TENSORS[EMBED]}, tmp_path / "model.safetensors")
+    whole = TENSORS[EMBED]
+    target = torch.full_like(whole.narrow(dim, start, size), float("nan"))
+    shard = Shard(target, tuple(whole.shape), dim=dim, start=start)
+    load_weights({EMBED: shard}, checkpoint_files(tmp_path), progress=ignore_progress)
+    assert torch.equal(target, whole.narrow(dim, start, size))
+
+
+def test_a_shard_of_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """Though the part would be there."""
+    save_file({EMBED: TENSORS[EMBED]}, tmp_path / "model.safetensors")
+    shard = Shard(torch.empty(2, 3), (5, 3))
+    with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight has shape \[4, 3\], config\.json .* \[5, 3\]"):
+        load_weights({EMBED: shard}, checkpoint_files(tmp_path), progress=ignore_progress)
+
+
+def test_tensors_of_other_parts_are_ignored_by_their_prefix(tmp_path: Path) -> None:
+    """Scenario: a model that reads images too, of which only the language model is served."""
+    save_file(TENSORS | {"vision_tower.a": torch.ones(2)}, tmp_path / "model.safetensors")
+    shards = {name: Shard.whole(torch.empty_like(tensor)) for name, tensor in TENSORS.items()}
+    files = checkpoint_files(tmp_path)
+    load_weights(shards, files, ignored_prefixes=("vision_tower.",), progress=ignore_progress)
+    with pytest.raises(ModelError, match=r"vision_tower\.a has no place"):
+        load_weights(shards, files, progress=ignore_progress)
 
 
 def test_tied_head_is_skipped(tmp_path: Path) -> None:

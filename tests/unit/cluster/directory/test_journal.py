@@ -50,11 +50,12 @@ def test_bounds() -> None:
 
 
 def test_changes_become_events() -> None:
-    log = KVEventLog()
+    log = KVEventLog([0, None, 1])
     log.stored(0, block(1))
     log.stored(0, block(2))
     log.removed(0, block(1))
-    log.stored(1, block(1))
+    log.stored(1, block(1))  # another group speaks for this one
+    log.stored(2, block(1))
     assert log.take() == [stored(1, 2), removed(1), stored(1, group=1)]
     log.stored(0, block(1))
     log.cleared()

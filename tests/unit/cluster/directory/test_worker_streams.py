@@ -190,6 +190,7 @@ def test_blocks_of_another_kind(cluster: Cluster, changes: dict[str, Any], field
         ({"epoch": 0}, "hello.epoch"),
         ({"block_size": 0}, "hello.block_size"),
         ({"windows": []}, "hello.windows"),
+        ({"layout": b"15 bytes of it"}, "hello.layout"),
         ({"windows": [0] * 65}, "hello.windows"),
         ({"num_blocks": 0}, "hello.num_blocks"),
         ({"max_num_seqs": 0}, "hello.max_num_seqs"),
@@ -239,3 +240,17 @@ def test_more_than_a_worker_may_hold(cluster: Cluster, monkeypatch: pytest.Monke
     cluster.events("a", 2, stored(3, 4, 5))
     assert cluster.held(1, 2, 3, 4)["a"] == 3
     assert cluster.state.stats(cluster.now_s).stream_events["over_bound"] == 1
+
+
+def test_workers_with_more_ranks_share_keys_and_not_bytes(cluster: Cluster) -> None:
+    """One model, once on one rank and once on two: each other's prefixes are found, and told apart by their layout."""
+    whole, shard = bytes(16), bytes([1]) * 16
+    cluster.hello("a", epoch=2, fingerprint=bytes(16), layout=whole, tensor_parallel_size=1)
+    cluster.hello("b", epoch=2, fingerprint=bytes(16), layout=shard, tensor_parallel_size=2)
+    for name, numbers in (("a", (1, 2)), ("b", (1, 2, 3))):
+        cluster.send(
+            name, events=pb.EventBatch(epoch=2, seq=1, events=[pb.BlockEvent(stored=pb.Blocks(hashes=keys(*numbers)))])
+        )
+    assert cluster.held(1, 2, 3) == {"a": 2, "b": 3}
+    told = {worker.worker_id: (worker.layout, worker.tensor_parallel_size) for worker in map(cluster.worker, "ab")}
+    assert told == {"a": (whole, 1), "b": (shard, 2)}

@@ -1,11 +1,12 @@
 """The other ranks of a replica as Ray actors, in the replica's own placement group."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pagoda.cluster.logs import LogLevel, log_through_serve
@@ -62,7 +63,8 @@ class RayRanks:
 
     def kill(self) -> None:
         for actor in self._actors.values():
-            ray.kill(actor)
+            with suppress(RayError):  # Ray is about to end, and they with it
+                ray.kill(actor)
 
 
 def _how(running: Any) -> str:

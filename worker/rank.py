@@ -87,6 +87,9 @@ class _Rank:
                     self._link.send(Kind.PONG)
                 else:
                     self._inbox.put_nowait((kind, body))
-        except (OSError, EOFError, queue.Full):
+        except (OSError, EOFError):
             if not self._is_over.is_set():
                 os._exit(1)
+        except queue.Full as error:  # the first rank does not keep to what was agreed
+            self.report(error)
+            os._exit(1)

@@ -189,8 +189,12 @@ class RankListener:
                 link.close()
             raise
         finally:
-            self._listener.close()
+            self.close()
         return links
+
+    def close(self) -> None:
+        """Listen no more; `accept_all` does so itself."""
+        self._listener.close()
 
     def _greet(self, connected: socket.socket) -> None:
         link = RankLink(connected)

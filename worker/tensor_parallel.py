@@ -98,7 +98,11 @@ class OtherRanks:
         token = secrets.token_bytes(32)
         listener = RankListener(places.host, size=size, token=token)
         seats = [RankSeat(rank, size, places.host, listener.port, token) for rank in range(1, size)]
-        self._processes = places.start(config, seats)
+        try:
+            self._processes = places.start(config, seats)
+        except BaseException:
+            listener.close()
+            raise
         try:
             self._links = listener.accept_all(START_DEADLINE_S, self._processes.problem)
         except BaseException:
@@ -117,7 +121,11 @@ class OtherRanks:
         """Meet them in a process group. Raises `RankLostError` if one of them fails meanwhile."""
         listener = meeting_point(self._host)
         port: int = listener.getsockname()[1]
-        self._send(Kind.MEET, str(port).encode())
+        try:
+            self._send(Kind.MEET, str(port).encode())
+        except RankLostError as error:
+            listener.close()
+            raise self.explain(error) from error
         met: Future[TPContext] = Future()
 
         def meet() -> None:
@@ -167,7 +175,7 @@ class OtherRanks:
         self._send(Kind.PLAN, data)
 
     def explain(self, error: Exception) -> RankLostError:
-        """What to raise for a step that failed here with `error`. When this returns, `on_lost` has been called."""
+        """What to raise for what failed here with `error`. When this returns, `on_lost` has been called."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None, _EXPLAIN_S)
         self._lose(lambda: f"rank 0 failed: {type(error).__name__}: {error}")  # unless another is lost already

@@ -1,6 +1,7 @@
 """Which rank gets which device of this machine."""
 
-from dataclasses import replace
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pagoda.worker.config import EngineConfig
 from pagoda.worker.errors import ConfigError
 from pagoda.worker.local_ranks import LocalRanks
 from pagoda.worker.rank_link import RankSeat
+from pagoda.worker.tensor_parallel import OtherRanks, RankPlaces, RankProcesses
 
 SEATS = [RankSeat(rank, 3, "127.0.0.1", 1, b"token") for rank in (1, 2)]
 
@@ -40,5 +42,20 @@ def test_devices_come_after_the_first_ones(started: list[tuple[int, str]], first
 
 def test_more_ranks_than_gpus_are_refused_before_one_starts(started: list[tuple[int, str]]) -> None:
     with pytest.raises(ConfigError, match=r"^tensor_parallel_size: 3 ranks from cuda:2 on .* 4 GPUs"):
-        LocalRanks(EngineConfig(Path("model"), device="cuda:2"), [replace(seat) for seat in SEATS])
+        LocalRanks(EngineConfig(Path("model"), device="cuda:2"), SEATS)
     assert not started
+
+
+def test_nobody_listens_for_ranks_that_are_not_started() -> None:
+    """A socket that is left is a warning, and so an error here."""
+    config = EngineConfig(Path("model"), device="cpu", tensor_parallel_size=2)
+    ports: list[int] = []
+
+    def refuse(_: EngineConfig, seats: Sequence[RankSeat]) -> RankProcesses:
+        ports.append(seats[0].port)
+        raise ConfigError("device", "there is none")
+
+    with pytest.raises(ConfigError, match="there is none"):
+        OtherRanks(config, RankPlaces("127.0.0.1", refuse))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", ports[0]), 10.0)

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from pagoda.cluster.listening import free_ports
 from pagoda.cluster.local_cluster import LocalCluster
 from pagoda.cluster.replica import Worker, WorkersRoot
 from pagoda.cluster.router import ROUTER_OPTIONS
+from pagoda.cluster.tensor_parallel import RayRanks
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.errors import ConfigError, PagodaError
 
@@ -149,10 +151,10 @@ def start_ray(config: ClusterConfig, *, address: str | None, scratch: Path) -> N
         _check_reachable(address)
         ray.init(address, log_to_driver=shows_logs, logging_level=logging.ERROR)
         return
-    # The worker actors reserve one CPU each, the ingress and Serve's own actors none.
+    # Workers reserve one CPU for each of their ranks, the ingress and Serve's own actors none.
     ray.init(
         "local",  # whatever RAY_ADDRESS says
-        num_cpus=max(config.num_workers, os.cpu_count() or 1),
+        num_cpus=max(config.num_workers * config.engine.tensor_parallel_size, os.cpu_count() or 1),
         include_dashboard=False,
         log_to_driver=shows_logs,
         logging_level=logging.ERROR,
@@ -304,13 +306,15 @@ def _drain_ingresses(front: Any, drain_s: float, hurry: threading.Event) -> None
 
 def _workers(config: ClusterConfig, token: str, directories: list[ActorAddress]) -> Any:
     scheduler = config.engine.scheduler
+    num_gpus = 1 if config.engine.device.startswith("cuda") else 0
     worker = serve.deployment(
         num_replicas=config.num_workers,
         ray_actor_options={
             "num_cpus": 1,
-            "num_gpus": 1 if config.engine.device.startswith("cuda") else 0,
+            "num_gpus": num_gpus,
             "runtime_env": {"env_vars": _WORKER_ENVIRONMENT},
         },
+        **_placement(config.engine.tensor_parallel_size, num_gpus),
         # Room for one more than the engine takes, so that the engine is what refuses.
         max_ongoing_requests=scheduler.max_num_seqs + scheduler.max_num_waiting + 1,
         # In all: what waits at the routers is what no worker has room for yet.
@@ -328,8 +332,17 @@ def _workers(config: ClusterConfig, token: str, directories: list[ActorAddress])
             ray.util.get_node_ip_address,
             directories,
             config.log_level,
+            partial(RayRanks, environment=_WORKER_ENVIRONMENT, num_gpus=num_gpus, log_level=config.log_level),
         )
     )
+
+
+def _placement(num_ranks: int, num_gpus: int) -> dict[str, Any]:
+    """Room for all ranks of a replica, given at once or not at all; on one node if one has it. The first is its own."""
+    if num_ranks == 1:
+        return {}
+    bundle = {"CPU": 1, "GPU": num_gpus} if num_gpus else {"CPU": 1}
+    return {"placement_group_bundles": [bundle] * num_ranks, "placement_group_strategy": "PACK"}
 
 
 def _front(config: ClusterConfig, limits: EngineLimits, token: str, directories: list[ActorAddress]) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,10 +15,11 @@ from pagoda.cluster.logs import LogLevel, log_through_serve
 from pagoda.proto import directory_pb2 as pb
 from pagoda.worker.async_engine import AsyncEngine
 from pagoda.worker.config import EngineConfig
-from pagoda.worker.errors import InvalidRequestError, OverloadedError, PagodaError
+from pagoda.worker.errors import InvalidRequestError, OverloadedError, PagodaError, RankLostError
 from pagoda.worker.load_report import LoadReport
 from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.server import SessionLostError, WorkerServer
+from pagoda.worker.tensor_parallel import RankPlaces, StartRanks
 from pagoda.worker.types import Request
 
 logger = logging.getLogger(__name__)
@@ -34,10 +36,12 @@ class Worker:
         own_address: Callable[[], str],
         directories: Sequence[Resolve],
         log_level: LogLevel,
+        start_ranks: StartRanks,
     ) -> None:
         """`own_address` gives the address of this host that ingress processes can dial; `token` is theirs to show.
 
-        What happens in the cache of `model_name` is told to the `directories`.
+        What happens in the cache of `model_name` is told to the `directories`. `start_ranks` starts the processes of
+        all ranks but this one, if there are others.
         """
         log_through_serve(log_level)
         self._boot_id = uuid.uuid4().hex
@@ -48,6 +52,8 @@ class Worker:
             progress=lambda what, done, total: logger.debug("%s %d/%d", what, done, total),
             name=self._boot_id,
             on_report=self._on_report if directories else None,
+            rank_places=RankPlaces(own_address(), start_ranks),
+            on_lost=_end_replica,
         )
         self._config = config
         self._model_name = model_name
@@ -132,6 +138,16 @@ class Worker:
     def __del__(self) -> None:
         """Serve calls this when the replica stops, after its requests ended or ran out of time."""
         self._engine.shutdown()
+
+
+def _end_replica(error: RankLostError) -> None:
+    """At once: whoever waits for this worker's first token is then served by another, as when a worker dies.
+
+    An engine that dies in good order would tell them all that they have failed.
+    """
+    logger.error("%s; the replica ends, and all its ranks", error)
+    logging.shutdown()
+    os._exit(1)
 
 
 class WorkersRoot:

@@ -9,8 +9,10 @@ from pagoda.worker.config import EngineConfig, EngineLimits
 from pagoda.worker.engine import Engine
 from pagoda.worker.kv_layout import KVLayout
 from pagoda.worker.load_report import LoadReport
+from pagoda.worker.local_ranks import LOCAL_RANKS
 from pagoda.worker.metrics import WorkerMetrics
 from pagoda.worker.scheduler_stats import SchedulerStats
+from pagoda.worker.tensor_parallel import OnLost, RankPlaces
 from pagoda.worker.types import FinishReason, Request, RequestId, SequenceOutput
 from pagoda.worker.weights import Progress
 
@@ -37,10 +39,13 @@ class AsyncEngine:
         progress: Progress,
         name: str = "local",
         on_report: Callable[[LoadReport], None] | None = None,
+        rank_places: RankPlaces = LOCAL_RANKS,
+        on_lost: OnLost | None = None,
     ) -> None:
         """Load and start; blocks until the model is loaded. Raises as `build_engine` does.
 
-        `name` is what tells its metrics from those of other workers. `on_report` is called on the engine's thread.
+        `name` is what tells its metrics from those of other workers. `on_report` is called on the engine's thread;
+        `rank_places` and `on_lost` as in `build_engine`.
         """
         self._live: dict[RequestId, _Live] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -51,6 +56,8 @@ class AsyncEngine:
             progress=progress,
             wrap_executor=self._metrics.measured,
             on_report=on_report,
+            rank_places=rank_places,
+            on_lost=on_lost,
         )
         self._engine.start()
 

@@ -14,7 +14,7 @@ from pagoda.worker.block_hash import HashDomain
 from pagoda.worker.block_pool import BlockPool
 from pagoda.worker.config import DTYPES, GIB, EngineConfig, EngineLimits
 from pagoda.worker.engine import Engine
-from pagoda.worker.errors import ConfigError, ModelError
+from pagoda.worker.errors import ConfigError, ModelError, RankLostError
 from pagoda.worker.executor import Executor
 from pagoda.worker.fake_runner import FakeRunner
 from pagoda.worker.input_batch import InputBatch
@@ -23,12 +23,15 @@ from pagoda.worker.kv_layout import KVLayout
 from pagoda.worker.kv_manager import KVManager
 from pagoda.worker.kv_spec import KVCacheSpec, group_layers
 from pagoda.worker.load_report import LoadReport, LoadReporter
+from pagoda.worker.local_ranks import LOCAL_RANKS
 from pagoda.worker.memory import available_bytes
 from pagoda.worker.models.config import ModelConfig
 from pagoda.worker.models.decoder import Decoder
 from pagoda.worker.models.families import read_model_config
+from pagoda.worker.parallel import SINGLE, TPContext
 from pagoda.worker.runner import Runner, default_dtype
 from pagoda.worker.scheduler import Scheduler
+from pagoda.worker.tensor_parallel import OnLost, RankPlaces, TPExecutor, start_tensor_parallel
 from pagoda.worker.types import SequenceOutput
 from pagoda.worker.weights import Progress, check_weights, checkpoint_files, load_weights, weights_digest
 
@@ -97,23 +100,24 @@ def build_engine(
     progress: Progress,
     wrap_executor: Callable[[Executor], Executor] = lambda executor: executor,
     on_report: Callable[[LoadReport], None] | None = None,
+    rank_places: RankPlaces = LOCAL_RANKS,
+    on_lost: OnLost | None = None,
 ) -> Engine:
     """Load the model and return an engine that is not started yet.
 
     Args:
         on_outputs: see `Engine`.
+        rank_places: where the ranks are, if the model is shared by several.
+        on_lost: called, on any thread, when one of these is lost, before the engine dies of it.
         progress: told how far loading is.
         on_report: told after each step what has changed; see `LoadReporter`.
         wrap_executor: gets the executor and returns the one that the engine uses, which may look at what passes.
 
-    Raises as `plan_engine` does, and `ModelError` for a checkpoint that does not fit its config.
+    Raises as `plan_engine` does, `ModelError` for a checkpoint that does not fit its config, and `RankLostError` if a
+    rank cannot start.
     """
     plan = plan_engine(config)
-    executor: Executor
-    if config.fake_step_s is not None:
-        executor = FakeRunner(step_s=config.fake_step_s, token_s=config.fake_token_s, vocab_size=plan.model.vocab_size)
-    else:
-        executor = _load(plan, config.num_threads, progress)
+    executor = _build_executor(plan, config, rank_places, progress)
     logger.info(
         "%s: %d layers, %s on %s; KV cache of %d blocks, %d tokens, %.2f GiB",
         config.model_path.name,
@@ -141,13 +145,54 @@ def build_engine(
         enable_prefix_caching=config.cache.enable_prefix_caching,
         max_step_tokens=config.scheduler.max_num_batched_tokens,
     )
-    return Engine(
+    engine = Engine(
         Scheduler(config.scheduler, plan.limits, manager, eos_token_ids=plan.model.eos_token_ids),
         wrap_executor(executor),
         domain,
         layout=KVLayout.of(plan.spec, dtype=plan.dtype_name),
         on_outputs=on_outputs,
         reporter=None if on_report is None or log is None else LoadReporter(log, on_report),
+    )
+
+    def lose(error: RankLostError) -> None:
+        if on_lost is not None:
+            on_lost(error)
+        engine.abandon(error)
+
+    if isinstance(executor, TPExecutor):
+        executor.watch(lose)
+    return engine
+
+
+def build_rank(plan: EnginePlan, config: EngineConfig, context: TPContext, progress: Progress) -> Executor:
+    """One rank's part of the plan, in this process."""
+    if config.fake_step_s is not None:
+        return FakeRunner(
+            step_s=config.fake_step_s,
+            token_s=config.fake_token_s,
+            vocab_size=plan.model.vocab_size,
+            context=context,
+        )
+    if context.size > 1:  # TP: model side
+        raise ConfigError("tensor_parallel_size", "real models cannot be shared yet")
+    return _load(plan, config.num_threads, progress)
+
+
+def rank_device(plan: EnginePlan, config: EngineConfig) -> torch.device:
+    """Where a rank's tensors are, those of a fake always on the CPU."""
+    return plan.device if config.fake_step_s is None else torch.device("cpu")
+
+
+def _build_executor(plan: EnginePlan, config: EngineConfig, places: RankPlaces, progress: Progress) -> Executor:
+    """What executes plans, on as many ranks as the config says."""
+    if config.tensor_parallel_size == 1:
+        return build_rank(plan, config, SINGLE, progress)
+    device = rank_device(plan, config)
+    return start_tensor_parallel(
+        replace(config, device=str(device)),
+        places,
+        device,
+        lambda context: build_rank(plan, config, context, progress),
     )
 
 

@@ -67,7 +67,9 @@ class EngineConfig:
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; None takes the model's own."""
     num_threads: int | None = None
-    """CPU threads for tensor work; None takes torch's default."""
+    """CPU threads for tensor work, of each rank; None takes torch's default."""
+    tensor_parallel_size: int = 1
+    """Processes, the *ranks*, that share the model; each holds a part of it on a device of its own."""
     fake_step_s: float | None = None
     """Run no model: every step takes this long, and tokens follow from those before. For load tests."""
     fake_token_s: float = 0.0
@@ -82,6 +84,7 @@ class EngineConfig:
             require_in_range("max_model_len", self.max_model_len, 2, 2**24)
         if self.num_threads is not None:
             require_in_range("num_threads", self.num_threads, 1, 4096)
+        require_in_range("tensor_parallel_size", self.tensor_parallel_size, 1, 1024)
         if self.fake_step_s is not None:
             require_in_range("fake_step_s", self.fake_step_s, 0, 60)
         require_in_range("fake_token_s", self.fake_token_s, 0, 1)

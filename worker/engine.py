@@ -16,7 +16,13 @@ from dataclasses import dataclass, replace
 
 from pagoda.worker.block_hash import BlockHash, HashDomain
 from pagoda.worker.config import EngineLimits
-from pagoda.worker.errors import EngineStoppedError, IntegrityError, InvalidRequestError, OverloadedError
+from pagoda.worker.errors import (
+    EngineStoppedError,
+    IntegrityError,
+    InvalidRequestError,
+    OverloadedError,
+    RankLostError,
+)
 from pagoda.worker.executor import Executor
 from pagoda.worker.kv_layout import KVLayout
 from pagoda.worker.load_report import LoadReporter
@@ -126,6 +132,7 @@ class Engine:
         self._num_live_sequences = 0
         self._accepting = True
         self._stopping = False
+        self._loss: RankLostError | None = None
         self._failure: BaseException | None = None
         self._num_failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="pagoda-engine", daemon=True)
@@ -208,6 +215,13 @@ class Engine:
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
 
+    def abandon(self, error: RankLostError) -> None:
+        """Die, soon: what computes is gone. From any thread, also while the engine is idle."""
+        with self._wake:
+            self._accepting = False
+            self._loss = error
+            self._wake.notify_all()
+
     # -- engine thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -216,6 +230,9 @@ class Engine:
                 if self._scheduler.has_work():
                     self._step()
                 self._report()
+        except RankLostError as error:
+            logger.error("the engine stops: %s", error)
+            self._failure = error
         except Exception as error:
             logger.exception("the engine stops: its state cannot be trusted any more")
             self._failure = error
@@ -241,6 +258,8 @@ class Engine:
         with self._wake:
             if self._stopping:
                 return False
+            if self._loss is not None:
+                raise self._loss
             commands = list(self._inbox)
             self._inbox.clear()
         for command in commands:
@@ -254,7 +273,7 @@ class Engine:
 
     def _wait_for_command(self, timeout_s: float | None) -> bool:
         with self._wake:
-            return self._wake.wait_for(lambda: bool(self._inbox) or self._stopping, timeout_s)
+            return self._wake.wait_for(lambda: bool(self._inbox) or self._stopping or self._loss is not None, timeout_s)
 
     def _step(self) -> None:
         plan = self._scheduler.schedule()
@@ -262,7 +281,7 @@ class Engine:
         begin = time.monotonic()
         try:
             result = self._executor.execute(plan)
-        except IntegrityError:
+        except (IntegrityError, RankLostError):
             raise
         except Exception as error:
             logger.exception("step %d failed; its %d sequences end", plan.step, len(plan.num_scheduled_tokens))

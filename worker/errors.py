@@ -6,6 +6,7 @@ PagodaError
 ├── InvalidRequestError   the client's mistake; names the field; raised before any work
 ├── OverloadedError       the waiting queue is full; try again later
 ├── EngineStoppedError    the engine is draining, stopped or dead
+├── RankLostError         one of the ranks that share a model is gone, and the worker with it
 └── IntegrityError        our own bookkeeping is wrong; stops the replica
 """
 
@@ -50,6 +51,10 @@ class OverloadedError(PagodaError):
 
 class EngineStoppedError(PagodaError):
     """The engine takes no requests any more."""
+
+
+class RankLostError(PagodaError):
+    """One of the ranks that share a model failed, does not answer or is gone. The others cannot go on without it."""
 
 
 class IntegrityError(PagodaError):

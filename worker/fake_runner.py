@@ -8,6 +8,10 @@ from array import array
 from dataclasses import dataclass
 from zlib import crc32
 
+import torch
+
+from pagoda.worker.errors import IntegrityError
+from pagoda.worker.parallel import SINGLE, TPContext
 from pagoda.worker.types import ModelRunnerOutput, NewSequence, SchedulerOutput, SequenceId
 
 _FIRST_TOKEN_ID = 256
@@ -27,10 +31,11 @@ class FakeRunner:
 
     A step takes `step_s`, and `token_s` more for each token it computes. Like those of a real model, a greedy answer
     depends on the tokens before only, one that is sampled on the seed too: the same alone, batched, preempted, or
-    on another worker.
+    on another worker. Of several ranks, all compute everything, and must find what the first one finds.
     """
 
-    def __init__(self, *, step_s: float, token_s: float = 0.0, vocab_size: int) -> None:
+    def __init__(self, *, step_s: float, token_s: float = 0.0, vocab_size: int, context: TPContext = SINGLE) -> None:
+        self._context = context
         self._step_s = step_s
         self._token_s = token_s
         self._num_drawn = max(1, vocab_size - _FIRST_TOKEN_ID)
@@ -51,9 +56,18 @@ class FakeRunner:
                 sampled[sequence_id] = token
                 row.state = crc32(array("q", [token]), row.state)
                 row.num_tokens += 1
-        if plan.num_scheduled_tokens:
-            time.sleep(max(0.0, end - time.monotonic()))
+        if sampled and self._context.size > 1:
+            self._agree(list(sampled.values()))
+        left_s = end - time.monotonic()
+        if plan.num_scheduled_tokens and left_s > 0:
+            time.sleep(left_s)
         return ModelRunnerOutput(sampled)
+
+    def _agree(self, tokens: list[int]) -> None:
+        """As real ranks do, take the first one's tokens; but here they must be our own."""
+        first = self._context.from_first(tokens, torch.device("cpu"))
+        if first != tokens:
+            raise IntegrityError(f"rank {self._context.rank} computes {tokens}, the first one {first}")
 
     def shutdown(self) -> None:
         self._rows.clear()

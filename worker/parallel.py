@@ -7,6 +7,7 @@ those out of them by their inputs, which leaves each rank with a part of the sum
 The sums are NCCL's on GPUs and gloo's on CPUs. Whoever calls them must call them on every rank, in the same order.
 """
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+JOIN_DEADLINE_S = 60.0
+"""Ranks that are to meet are all running by then."""
 COLLECTIVE_DEADLINE_S = 300.0
 """A rank that hangs for so long fails the step on all others; one that dies does so at once."""
 
@@ -48,7 +51,7 @@ class TPContext:
         if self.size == 1:
             return list(numbers)
         sent = torch.tensor(numbers, dtype=torch.int64, device=device)
-        distributed.broadcast(sent, src=0, group=self.group)
+        distributed.broadcast(sent, group_src=0, group=self.group)
         received: list[int] = sent.tolist()
         return received
 
@@ -58,22 +61,70 @@ class TPContext:
         start = min(self.rank * share, size)
         return start, min(start + share, size)
 
+    def leave(self) -> None:
+        """The rank has made its last call. The group ends with its last reference; NCCL's is torch's own."""
+        if self.size > 1 and self.group is distributed.group.WORLD:
+            distributed.destroy_process_group()
+
 
 SINGLE = TPContext()
 
 
-def join(rank: int, size: int, *, host: str, port: int, device: torch.device) -> TPContext:
+def meeting_point(host: str) -> socket.socket:
+    """Where the ranks can meet: the first one listens there, on a free port of this `host`, until it joins."""
+    return socket.create_server((host, 0))
+
+
+def join(
+    rank: int, size: int, *, host: str, port: int, device: torch.device, listener: socket.socket | None = None
+) -> TPContext:
     """Meet the other ranks at `host:port`, where the first one listens, and wait until all are there.
 
-    Raises whatever torch does if one of them does not come in time, or goes. One process holds one rank.
+    `listener`: the first rank's `meeting_point`, if it listens there already; taken over. `device` becomes this
+    process's own. Raises whatever torch does if one of them does not come in time, or goes.
     """
     if size == 1:
         return SINGLE
-    distributed.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{host}:{port}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
+    deadline = timedelta(seconds=JOIN_DEADLINE_S)
+    # With a descriptor of ours the store listens on `host` alone; it would choose all interfaces.
+    descriptor = None if listener is None else listener.detach()
+    store = distributed.TCPStore(  # type: ignore[attr-defined]
+        host, port, size, rank == 0, timeout=deadline, wait_for_workers=False, master_listen_fd=descriptor
     )
-    return TPContext(rank, size, distributed.group.WORLD)
+    if device.type == "cuda":
+        own = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(own)
+        limit = timedelta(seconds=COLLECTIVE_DEADLINE_S)
+        distributed.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=limit, device_id=own)
+        return TPContext(rank, size, distributed.group.WORLD)
+    return TPContext(rank, size, _gloo_group(store, rank, size, host if rank == 0 else _own_address(host)))
+
+
+def _gloo_group(store: Any, rank: int, size: int, host: str) -> Any:
+    """A process group that listens at `host`.
+
+    `init_process_group` would listen wherever this machine's name leads, on many machines 127.0.1.1, and could be
+    called once in a process.
+    """
+    options: Any = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=COLLECTIVE_DEADLINE_S)
+    gloo: Any = distributed.ProcessGroupGloo(store, rank, size, options)
+    group: Any = distributed.ProcessGroup(store, rank, size)
+    kind = distributed.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, gloo)
+    return group
+
+
+def _own_address(host: str) -> str:
+    """The address of this machine from which it reaches `host`. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def device_of_rank(first: torch.device, rank: int) -> torch.device:
+    """The device of a rank on the first one's host: the GPU as many places further, or the same CPU."""
+    return torch.device("cuda", (first.index or 0) + rank) if first.type == "cuda" else first

@@ -12,7 +12,7 @@ import click
 from pydantic import Field, ValidationError, model_validator
 from tqdm import tqdm
 
-from pagoda.cluster.commands.options import engine_config, engine_options
+from pagoda.cluster.commands.options import engine_config, engine_options, share_cores
 from pagoda.cluster.commands.progress import show_progress
 from pagoda.cluster.ingress.answers import Choice
 from pagoda.cluster.ingress.fields import CompletionTokensField
@@ -72,6 +72,8 @@ def generate(source: TextIO, sink: TextIO, **options: Any) -> None:
     """
     defaults = {name: options.pop(name) for name in ("max_tokens", "temperature", "seed")}
     lines = _parse(source, defaults)
+    if options["tensor_parallel_size"] > 1:  # one rank alone leaves it to the engine, which knows what it may use
+        share_cores(options)
     config = engine_config(options)
     plan_engine(config)
     tokenizer = Tokenizer(config.model_path)  # before the weights, which take longer

@@ -1,5 +1,6 @@
 """Options that several commands share, and what they are turned into."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,14 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--device", default="auto", help="Torch device; auto takes a GPU where there is one."),
         click.option("--max-model-len", type=int, help="Longest prompt plus output, tokens.  [default: the model's]"),
         click.option(
-            "--threads", "num_threads", type=int, help="CPU threads of each worker.  [default: cores/workers]"
+            "--tp",
+            "tensor_parallel_size",
+            type=int,
+            default=1,
+            help="Ranks, processes that share each worker's model, each on a GPU or some cores.",
+        ),
+        click.option(
+            "--threads", "num_threads", type=int, help="CPU threads of each rank.  [default: cores/(workers*ranks)]"
         ),
         click.option("--block-size", type=int, default=cache.block_size, help="Tokens per KV block."),
         click.option(
@@ -82,6 +90,13 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def share_cores(options: dict[str, Any], *, num_workers: int = 1) -> None:
+    """Give each rank of so many workers an equal share of this machine's cores, unless it was said how many."""
+    if options["num_threads"] is None:
+        num_ranks = max(1, num_workers) * max(1, options["tensor_parallel_size"])
+        options["num_threads"] = max(1, (os.cpu_count() or 1) // num_ranks)
+
+
 def engine_settings(options: dict[str, Any]) -> EngineConfig:
     """The engine config of `engine_options`, as yet without a model. Raises `ConfigError`."""
     if not options["model"]:
@@ -97,7 +112,8 @@ def engine_settings(options: dict[str, Any]) -> EngineConfig:
         max_num_batched_tokens=options["max_num_batched_tokens"],
         max_num_waiting=options["max_num_waiting"],
     )
-    settings = {name: options[name] for name in ("dtype", "device", "max_model_len", "num_threads")}
+    plain = ("dtype", "device", "max_model_len", "num_threads", "tensor_parallel_size")
+    settings = {name: options[name] for name in plain}
     step_s, token_s = options["fake_step_s"], options["fake_token_s"]
     if options["fake"]:
         step_s, token_s = (FAKE_STEP_S if step_s is None else step_s), (FAKE_TOKEN_S if token_s is None else token_s)

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from pagoda.cluster.commands.config_file import config_options, dump_config
-from pagoda.cluster.commands.options import engine_config, engine_options, engine_settings
+from pagoda.cluster.commands.options import engine_config, engine_options, engine_settings, share_cores
 from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
 from pagoda.cluster.listening import problem_with_listening
@@ -64,8 +64,7 @@ def serve(
     begin = time.monotonic()
     is_verbose = click.get_current_context().find_root().params.get("verbose", False)
     name = served_model_name if served_model_name is not None else options["model"].rstrip("/").rsplit("/", 1)[-1]
-    if options["num_threads"] is None:
-        options["num_threads"] = max(1, (os.cpu_count() or 1) // max(1, num_workers))
+    share_cores(options, num_workers=num_workers)
     require_in_range("max_body_mib", max_body_mib, 2**-20, 2**20)
     config = ClusterConfig(  # complains before anything is fetched
         engine=engine_settings(options),
@@ -130,7 +129,9 @@ def _run(config: ClusterConfig, limits: EngineLimits, ray_address: str | None, b
         take_signals()  # Ray has put its own handlers in their place, which abort
         cluster = watch_local_cluster(config, Path(scratch), on_ray_dead) if ray_address is None else None
         try:
-            say(f"loading {name} in {num_workers} worker{'s' if num_workers > 1 else ''}")
+            num_ranks = config.engine.tensor_parallel_size
+            ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""
+            say(f"loading {name} in {num_workers} worker{'s' if num_workers > 1 else ''}{ranks}")
             try:
                 start_serve(config)
             except RuntimeError:  # which does not say why

@@ -95,6 +95,8 @@ BAD_ENGINE_OPTIONS = [
     ("--max-num-waiting", "0"),
     ("--max-model-len", "1"),
     ("--threads", "0"),
+    ("--tp", "0"),
+    ("--tp", "1025"),
     ("--dtype", "int8"),
     ("--block-size", "x"),
     ("--model", ""),

@@ -39,6 +39,8 @@ def engine_config(**settings: object) -> EngineConfig:
         (engine_config, "max_model_len", 2**24 + 1),
         (engine_config, "num_threads", 0),
         (engine_config, "num_threads", 4097),
+        (engine_config, "tensor_parallel_size", 0),
+        (engine_config, "tensor_parallel_size", 1025),
     ],
 )
 def test_setting_out_of_range(make: type, name: str, value: object) -> None:

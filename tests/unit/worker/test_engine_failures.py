@@ -9,7 +9,7 @@ from fakes import Failure
 
 from pagoda.worker import engine as engine_module
 from pagoda.worker.engine import MAX_FAILED_STEPS
-from pagoda.worker.errors import EngineStoppedError, IntegrityError
+from pagoda.worker.errors import EngineStoppedError, IntegrityError, RankLostError
 from pagoda.worker.types import (
     FinishReason,
     SchedulerOutput,
@@ -74,6 +74,47 @@ def test_integrity_error_ends_everything_at_once(make_client: Callable[..., Clie
     assert isinstance(client.engine.failure, IntegrityError)
     with pytest.raises(EngineStoppedError):
         client.add("late")
+
+
+def test_lost_rank_ends_everything_at_once(make_client: Callable[..., Client]) -> None:
+    """A failed step of several ranks leaves them at different points: there is no second try."""
+    client = make_client(max_num_seqs=1)
+    client.executor.failures += [None, RankLostError("rank 1 is gone")]
+    for name in "abc":
+        client.add(name)
+    client.engine.start()
+    for name in "abc":
+        assert client.reason(name) is FinishReason.ERROR
+        assert "rank 1 is gone" in client.end(name).error
+    client.engine._thread.join(HANG_S)
+    assert isinstance(client.engine.failure, RankLostError)
+    assert client.executor.num_shutdowns == 1
+
+
+def test_idle_engine_is_abandoned(client: Client) -> None:
+    """Nothing runs that could fail, so somebody else notices."""
+    client.engine.start()
+    client.add("a")
+    client.reason("a")
+    client.engine.abandon(RankLostError("rank 1 is gone"))
+    client.engine._thread.join(HANG_S)
+    assert str(client.engine.failure) == "rank 1 is gone"
+    assert client.executor.num_shutdowns == 1
+    with pytest.raises(EngineStoppedError):
+        client.add("late")
+
+
+def test_engine_abandoned_in_a_step_ends_after_it(client: Client) -> None:
+    client.executor.gate.clear()
+    client.add("a", max_tokens=5)
+    client.engine.start()
+    assert client.executor.at_gate.wait(HANG_S)
+    client.engine.abandon(RankLostError("rank 1 is gone"))
+    with pytest.raises(EngineStoppedError):
+        client.add("late")
+    client.executor.gate.set()
+    assert client.reason("a") is FinishReason.ERROR
+    assert client.tokens("a") == greedy(6, 1)
 
 
 def test_scheduler_bug_ends_everything(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

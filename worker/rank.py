@@ -11,8 +11,9 @@ import queue
 import threading
 from contextlib import suppress
 
-from pagoda.worker.build import build_rank, plan_engine, rank_device
+from pagoda.worker.build import build_rank
 from pagoda.worker.config import EngineConfig
+from pagoda.worker.engine_plan import plan_engine, rank_device
 from pagoda.worker.parallel import join
 from pagoda.worker.rank_link import Kind, RankLink, RankSeat, connect
 from pagoda.worker.step_codec import StepDecoder

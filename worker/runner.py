@@ -60,11 +60,19 @@ class Runner:
         self._cache_NL2PKD = torch.empty(0)
 
     def _sample(self, inputs: StepInputs, hidden_TE: torch.Tensor, result: ModelRunnerOutput) -> None:
-        """Put a token for each sequence that gets one into `result`, with its log probability where asked for."""
+        """Put a token for each sequence that gets one into `result`, with its log probability where asked for.
+
+        Of several ranks the first one decides.
+        """
+        context = self._model.context
         logits_BV = self._model.logits(hidden_TE[self._to_device(inputs.last_token_indices)])
+        if context.rank > 0:
+            tokens = context.from_first([0] * len(inputs.sampled), self._device)
+            result.sampled.update((i, token) for (i, _), token in zip(inputs.sampled, tokens, strict=True))
+            return
         asked = [index for index, (_, row) in enumerate(inputs.sampled) if row.sampling.logprobs is not None]
         asked_logits = logits_BV[asked] if asked else None  # a copy: sampling mutates them
-        tokens = sample(logits_BV, [row for _, row in inputs.sampled], self._ops)
+        tokens = context.from_first(sample(logits_BV, [row for _, row in inputs.sampled], self._ops), self._device)
         result.sampled.update((i, token) for (i, _), token in zip(inputs.sampled, tokens, strict=True))
         if asked_logits is not None:
             sequence_ids = [inputs.sampled[index][0] for index in asked]

@@ -22,7 +22,7 @@ from pagoda.cluster.ingress.problems import first_problem
 from pagoda.cluster.ingress.service import InferenceService
 from pagoda.cluster.ingress.usage import usage
 from pagoda.worker.async_engine import AsyncEngine
-from pagoda.worker.build import plan_engine
+from pagoda.worker.engine_plan import plan_engine
 from pagoda.worker.errors import InvalidRequestError, OverloadedError
 from pagoda.worker.tokenizer import Tokenizer
 from pagoda.worker.types import SamplingParams
@@ -75,7 +75,7 @@ def generate(source: TextIO, sink: TextIO, **options: Any) -> None:
     if options["tensor_parallel_size"] > 1:  # one rank alone leaves it to the engine, which knows what it may use
         share_cores(options)
     config = engine_config(options)
-    plan_engine(config)
+    plan_engine(config, num_ranks_here=config.tensor_parallel_size)
     tokenizer = Tokenizer(config.model_path)  # before the weights, which take longer
     with show_progress() as progress:
         engine = AsyncEngine(config, progress=progress)

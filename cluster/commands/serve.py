@@ -17,8 +17,8 @@ from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
 from pagoda.cluster.listening import problem_with_listening
 from pagoda.cluster.logs import LOG_LEVELS, LogLevel
-from pagoda.worker.build import plan_engine
 from pagoda.worker.config import EngineLimits, require_in_range
+from pagoda.worker.engine_plan import plan_engine
 from pagoda.worker.errors import ConfigError
 
 _CHECK_PERIOD_S = 15.0
@@ -84,7 +84,8 @@ def serve(
         click.echo(dump_config(click.get_current_context()), nl=False)
         return
     config = replace(config, engine=engine_config(options))
-    plan = plan_engine(config.engine, num_engines=num_workers if ray_address is None else 1)
+    num_ranks = num_workers * config.engine.tensor_parallel_size
+    plan = plan_engine(config.engine, num_ranks_here=num_ranks if ray_address is None else 1)
     config = replace(config, engine=replace(config.engine, device=str(plan.device)))
     _check_ports(config)
     _run(config, plan.limits, ray_address, begin)

@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 from pagoda.worker.block_hash import HashDomain
 from pagoda.worker.block_pool import BlockPool
-from pagoda.worker.build import build_rank, plan_engine
+from pagoda.worker.build import build_rank
 from pagoda.worker.config import EngineConfig, EngineLimits, SchedulerConfig
+from pagoda.worker.engine_plan import plan_engine
 from pagoda.worker.executor import Executor
 from pagoda.worker.kv_manager import KVManager
 from pagoda.worker.local_ranks import LOCAL_RANKS

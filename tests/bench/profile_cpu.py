@@ -17,8 +17,9 @@ import torch
 
 from pagoda.kernels import blocks
 from pagoda.kernels.interface import AttentionBatch
-from pagoda.worker.build import load_model, plan_engine
+from pagoda.worker.build import load_model
 from pagoda.worker.config import CacheConfig, EngineConfig
+from pagoda.worker.engine_plan import plan_engine
 from pagoda.worker.model_store import ModelStore
 
 OUTPUT = Path("build/bench/profile.svg")

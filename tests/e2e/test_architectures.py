@@ -7,8 +7,8 @@ import pytest
 from checkpoints import CHECKPOINTS, make_checkpoint
 from oracle import Comparisons, Generation, Oracle, Prompt, Serving
 
-from pagoda.worker.build import plan_engine
 from pagoda.worker.config import CacheConfig, EngineConfig, SchedulerConfig
+from pagoda.worker.engine_plan import plan_engine
 from pagoda.worker.types import FinishReason, SamplingParams
 
 P = 4

@@ -12,8 +12,9 @@ from prompts import long_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagoda.kernels.interface import AttentionBatch
-from pagoda.worker.build import load_model, plan_engine
+from pagoda.worker.build import load_model
 from pagoda.worker.config import CacheConfig, EngineConfig
+from pagoda.worker.engine_plan import plan_engine
 from pagoda.worker.models.decoder import Decoder
 
 P = 16

@@ -18,9 +18,10 @@ from local_server import DEADLINE_S, wait_until
 from tiny_model import write_tiny_model
 
 from pagoda.worker import tensor_parallel
-from pagoda.worker.build import build_engine, build_rank, plan_engine
+from pagoda.worker.build import build_engine, build_rank
 from pagoda.worker.config import CacheConfig, EngineConfig, SchedulerConfig
 from pagoda.worker.engine import Engine
+from pagoda.worker.engine_plan import plan_engine
 from pagoda.worker.errors import EngineStoppedError, RankLostError
 from pagoda.worker.executor import Executor
 from pagoda.worker.fake_runner import FakeRunner

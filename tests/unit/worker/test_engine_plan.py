@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from tiny_model import write_tiny_model
 
-from pagoda.worker import build
-from pagoda.worker.build import EnginePlan, plan_engine
+from pagoda.worker import engine_plan
 from pagoda.worker.config import CacheConfig, EngineConfig
+from pagoda.worker.engine_plan import EnginePlan, plan_engine
 from pagoda.worker.errors import ConfigError
 
 NUM_BLOCKS = 100
@@ -30,9 +30,9 @@ def plan(folder: Path, **changes: Any) -> EnginePlan:
 def test_memory_that_just_suffices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cache and weights together: with one byte less the engine is refused."""
     needed = CACHE_BYTES + (folder / "model.safetensors").stat().st_size
-    monkeypatch.setattr(build, "available_bytes", lambda: needed)
+    monkeypatch.setattr(engine_plan, "available_bytes", lambda: needed)
     assert plan(folder).num_blocks == NUM_BLOCKS
-    monkeypatch.setattr(build, "available_bytes", lambda: needed - 1)
+    monkeypatch.setattr(engine_plan, "available_bytes", lambda: needed - 1)
     with pytest.raises(ConfigError, match=r"^memory_bytes: .* GiB of KV cache and .* GiB of weights"):
         plan(folder)
 
@@ -40,11 +40,11 @@ def test_memory_that_just_suffices(folder: Path, monkeypatch: pytest.MonkeyPatch
 def test_memory_of_several_engines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = 3 * (CACHE_BYTES + (folder / "model.safetensors").stat().st_size)
     config = EngineConfig(folder, device="cpu", cache=CacheConfig(block_size=P, num_blocks=NUM_BLOCKS))
-    monkeypatch.setattr(build, "available_bytes", lambda: needed)
-    assert plan_engine(config, num_engines=3).num_blocks == NUM_BLOCKS
-    monkeypatch.setattr(build, "available_bytes", lambda: needed - 1)
+    monkeypatch.setattr(engine_plan, "available_bytes", lambda: needed)
+    assert plan_engine(config, num_ranks_here=3).num_blocks == NUM_BLOCKS
+    monkeypatch.setattr(engine_plan, "available_bytes", lambda: needed - 1)
     with pytest.raises(ConfigError, match=r"^memory_bytes: 3 times .* GiB of KV cache and .* GiB of weights"):
-        plan_engine(config, num_engines=3)
+        plan_engine(config, num_ranks_here=3)
 
 
 def test_cache_that_no_machine_holds(folder: Path) -> None:
@@ -55,7 +55,7 @@ def test_cache_that_no_machine_holds(folder: Path) -> None:
 
 def test_memory_is_not_asked_for_without_a_model_to_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake step computes nothing, so it needs none; nor is any refused where the system does not tell."""
-    monkeypatch.setattr(build, "available_bytes", lambda: 0)
+    monkeypatch.setattr(engine_plan, "available_bytes", lambda: 0)
     assert plan(folder, fake_step_s=0.0).num_blocks == NUM_BLOCKS
-    monkeypatch.setattr(build, "available_bytes", lambda: None)
+    monkeypatch.setattr(engine_plan, "available_bytes", lambda: None)
     assert plan(folder).num_blocks == NUM_BLOCKS

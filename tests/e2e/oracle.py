@@ -36,17 +36,27 @@ class Generation:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[float, ...] = ()
+    """Of the prompt's tokens from the second on, if they were asked for."""
 
 
 class Serving:
     """An engine on a model folder. The requests of the first call are all there when it takes its first step."""
 
-    def __init__(self, folder: Path, *, cache: CacheConfig, scheduler: SchedulerConfig | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        cache: CacheConfig,
+        scheduler: SchedulerConfig | None = None,
+        tensor_parallel_size: int = 1,
+    ) -> None:
         config = EngineConfig(
             folder,
             dtype="float32",
             device="cpu",
-            num_threads=NUM_THREADS,
+            num_threads=1 if tensor_parallel_size > 1 else NUM_THREADS,
+            tensor_parallel_size=tensor_parallel_size,
             cache=cache,
             scheduler=scheduler or SchedulerConfig(),
         )
@@ -86,6 +96,7 @@ class Serving:
                 generation.token_ids += output.token_ids
                 generation.finish_reason = output.finish_reason
                 generation.num_cached_tokens = output.num_cached_tokens
+                generation.prompt_logprobs += tuple(entry.logprob for entry in output.prompt_logprobs)
                 num_open -= output.finish_reason is not None
         return list(results.values())
 
@@ -168,6 +179,14 @@ class Oracle:
             pairs = enumerate(zip(generation.token_ids, expected, strict=False))
             first = next(index for index, (ours, theirs) in pairs if ours != theirs)
             assert self._gaps(prompt, generation.token_ids)[first] > 0, "they differ without a near-tie"
+
+    def check_prompt_logprobs(self, prompt: Prompt, generation: Generation) -> None:
+        """Assert that the prompt's log probabilities, which are those of its logits, are transformers'."""
+        token_ids = torch.tensor(prompt)
+        with torch.inference_mode():
+            logprobs_TV = self._model(token_ids[None]).logits[0].log_softmax(-1)
+        expected = logprobs_TV[:-1].gather(-1, token_ids[1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(generation.prompt_logprobs), expected, rtol=0, atol=NEAR_TIE)
 
     def _gaps(self, prompt: Prompt, token_ids: tuple[int, ...]) -> torch.Tensor:
         """How far below the best logit each token's is: 0 where it is the best."""

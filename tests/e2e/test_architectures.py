@@ -42,10 +42,16 @@ class Checkpoint:
         self.spec = plan_engine(config).spec
 
     def serve(
-        self, *, num_blocks: int = NUM_BLOCKS, enable_prefix_caching: bool = False, max_num_batched_tokens: int = 1024
+        self,
+        *,
+        num_blocks: int = NUM_BLOCKS,
+        enable_prefix_caching: bool = False,
+        max_num_batched_tokens: int = 1024,
+        tensor_parallel_size: int = 1,
     ) -> Serving:
         return Serving(
             self.folder,
+            tensor_parallel_size=tensor_parallel_size,
             cache=CacheConfig(block_size=P, num_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching),
             scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens),
         )
@@ -138,3 +144,24 @@ def test_samples_of_one_prompt(checkpoint: Checkpoint) -> None:
         results = serving.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, n=3))
     checkpoint.check(results)
     assert all(len(samples) == 3 for samples in results)
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_everything_at_once(checkpoint: Checkpoint, tensor_parallel_size: int) -> None:
+    """On one rank and on two, processes that meet by gloo: chunks, hits and preemption, and the logits of prompts."""
+    spec, step = checkpoint.spec, 8
+    num_blocks = spec.num_blocks_for(len(PROMPTS[-1]) + MAX_TOKENS, max_step_tokens=step) + 4 * len(spec.groups)
+    with checkpoint.serve(
+        num_blocks=num_blocks,
+        enable_prefix_caching=True,
+        max_num_batched_tokens=step,
+        tensor_parallel_size=tensor_parallel_size,
+    ) as serving:
+        checkpoint.check(serving.generate(PROMPTS, TO_THE_LIMIT), ignore_eos=True)
+        assert serving.stats.num_preemptions > 0
+        _, again = (serving.generate(PROMPTS[-1:], GREEDY) for _ in range(2))
+        assert again[0][0].num_cached_tokens == len(PROMPTS[-1]) - 1
+        told = serving.generate(PROMPTS[3:], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
+    checkpoint.oracle.check_all(PROMPTS[-1:], again, max_tokens=MAX_TOKENS)
+    for prompt, (generation,) in zip(PROMPTS[3:], told, strict=True):
+        checkpoint.oracle.check_prompt_logprobs(prompt, generation)

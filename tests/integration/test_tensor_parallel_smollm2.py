@@ -1,4 +1,4 @@
-"""A real model on three ranks, actors of one placement group: what it says is what one rank says, also after a death."""
+"""A real model on three ranks, actors of a placement group: it says what one rank says, also after a death."""
 
 import json
 import os

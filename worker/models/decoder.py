@@ -192,10 +192,11 @@ class Decoder(nn.Module):
         """
         ops, all_reduce, eps = self.ops, self.context.all_reduce, self.config.rms_norm_eps
         angles = {rope: cos_sin(positions_T, frequencies) for rope, frequencies in self.inverse_frequencies.items()}
+        caches = cache_NL2PKD.unbind(1)
         x_TE = self._embed(token_ids_T)
         residual_TE = torch.zeros_like(x_TE, dtype=torch.float32)
         for layer in self.packed_layers:
-            cache_N2PKD, (cos_TD, sin_TD) = cache_NL2PKD[:, layer.index], angles[layer.rope]
+            cache_N2PKD, (cos_TD, sin_TD) = caches[layer.index], angles[layer.rope]
             plan = plans[layer.group]
             x_TE = all_reduce(
                 ops.attention_block(x_TE, residual_TE, layer.attention, cos_TD, sin_TD, cache_N2PKD, plan)

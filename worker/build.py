@@ -22,6 +22,7 @@ from pagoda.worker.kv_layout import KVLayout
 from pagoda.worker.kv_manager import KVManager
 from pagoda.worker.load_report import LoadReport, LoadReporter
 from pagoda.worker.local_ranks import LOCAL_RANKS
+from pagoda.worker.models.checkpoint import checkpoint_shards
 from pagoda.worker.models.decoder import Decoder
 from pagoda.worker.parallel import SINGLE, TPContext
 from pagoda.worker.runner import Runner, default_dtype
@@ -157,7 +158,7 @@ def load_model(
             spec.num_kv_heads,
             spec.head_size,
         )
-    shards = model.checkpoint_shards()
+    shards = checkpoint_shards(model)
     load_weights(shards, plan.files, ignored_prefixes=plan.model.ignored_prefixes, progress=progress)
     model.prepare()
     return model, cache_NL2PKD

@@ -11,6 +11,7 @@ from pagoda.worker.config import DTYPES, GIB, EngineConfig, EngineLimits
 from pagoda.worker.errors import ConfigError, ModelError
 from pagoda.worker.kv_spec import KVCacheSpec, group_layers
 from pagoda.worker.memory import available_bytes
+from pagoda.worker.models.checkpoint import checkpoint_shards
 from pagoda.worker.models.config import ModelConfig
 from pagoda.worker.models.decoder import Decoder
 from pagoda.worker.models.families import read_model_config
@@ -78,7 +79,7 @@ def plan_engine(config: EngineConfig, *, num_ranks_here: int = 1) -> EnginePlan:
         _check_memory(num_blocks * spec.block_bytes, weight_bytes, num_ranks_here)
     with torch.device("meta"):
         context = TPContext(size=1 if is_fake else num_ranks)
-        shards = Decoder(model, TorchOperators(), context=context).checkpoint_shards()
+        shards = checkpoint_shards(Decoder(model, TorchOperators(), context=context))
     check_weights(shards, files, ignored_prefixes=model.ignored_prefixes)
     return EnginePlan(model, files, device, dtype_name, num_ranks, spec, num_blocks, limits)
 

@@ -12,55 +12,27 @@ Groups whose layers see only a window hold only what that needs, and give up the
 
     | not held | window | next tokens |
 
-A prefix is found if every group can serve it: one with full attention needs all blocks of it, one with a window those
-just before its end. Which of the blocks that a window leaves behind are worth keeping in the cache is decided here:
-those before the end of a prompt; those before the end of what another prompt had in common with it (where only the
-window was missing, the next one will find it); and those before regular places, far apart. A sequence's last ones it
-holds until it ends. What lies between is reused first: it serves only a prompt that parts from this one just there.
+Which of the blocks that a window leaves behind are worth keeping in the cache is decided here, by where other prompts
+may end or part (`prefix_lookup.py` finds them): those before the end of a prompt; those before the end of what another
+one had in common with it (where only the window was missing, the next one will find it); and those before regular
+places, far apart. A sequence's last ones it holds until it ends. What lies between is reused first: it serves only a
+prompt that parts from this one just there.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as OrderedCollection
 from dataclasses import dataclass
-from enum import StrEnum
 
 from pagoda.worker.block_pool import Block, BlockKey, BlockPool
 from pagoda.worker.errors import IntegrityError
-from pagoda.worker.kv_spec import SPARE_BLOCKS, blocks_before, blocks_in_window, first_block_needed
+from pagoda.worker.kv_spec import blocks_before, blocks_in_window, first_block_needed
+from pagoda.worker.prefix_lookup import MissReason, PrefixHit, PrefixLookup
 from pagoda.worker.sequence import Sequence
 from pagoda.worker.types import SequenceId
 
 _STRIDE_WINDOWS = 8
 """Windows from one regular place to the next, before which a window's blocks are kept like all others."""
-
-
-class MissReason(StrEnum):
-    """Why a prompt token was not found in the cache."""
-
-    EVICTED = "evicted"
-    """Its block was cached until one of the latest evictions, of which the pool remembers as many as it has blocks."""
-    NEVER_SEEN = "never_seen"
-    """Its block is neither cached nor among those."""
-    WINDOW = "window"
-    """The layers with full attention have it, but those with a window lack what lies before the end of the prefix."""
-    OPEN_BLOCK = "open_block"
-    """No lookup could find it: it lies behind the last full block, or is the last token, which is always computed."""
-    NOT_ELIGIBLE = "not_eligible"
-    """The cache is off, or the request stays out of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """The longest cached prefix that every group can serve. Evictable until admitted."""
-
-    num_blocks: int
-    """Blocks of the prefix, in each group."""
-    blocks: tuple[tuple[Block, ...], ...]
-    """Per group, those that it needs: the last ones of the prefix, or all."""
-    num_known_blocks: int
-    """Blocks of the longest prefix that somebody else is known to have computed: the groups with full attention have
-    it, or where there is none the others have its last block."""
 
 
 @dataclass(slots=True)
@@ -69,11 +41,11 @@ class BlockTable:
 
     groups: tuple[list[Block | None], ...]
     """None is a block that a window has left behind."""
-    num_sealed: int
-    boundaries: tuple[int, ...] = ()
-    """Blocks after which prompts may part: a window before them is of use to others."""
-    num_left: list[int] | None = None
+    num_left: list[int]
     """Per group, how many blocks at the table's beginning are None."""
+    num_sealed: int
+    boundaries: tuple[int, ...]
+    """Blocks after which prompts may part: a window before them is of use to others."""
 
     @property
     def block_ids(self) -> tuple[tuple[int, ...], ...]:
@@ -104,7 +76,7 @@ class KVManager:
         self.windows = tuple(windows)
         self.enable_prefix_caching = enable_prefix_caching
         self._most_held = tuple(blocks_in_window(w, block_size, max_step_tokens) if w else 0 for w in self.windows)
-        self._needed_before = tuple(blocks_before(window, block_size) for window in self.windows)
+        self._prefixes = PrefixLookup(pool, windows=self.windows, block_size=block_size)
         self.has_windows = any(self.windows)
         self._tables: dict[SequenceId, BlockTable] = {}
         self._updates: list[tuple[SequenceId, int, int, int]] = []
@@ -123,75 +95,20 @@ class KVManager:
     def table(self, sequence: Sequence) -> BlockTable:
         return self._tables[sequence.sequence_id]
 
-    # -- what is found ---------------------------------------------------------------------------
-
     def lookup(self, sequence: Sequence) -> PrefixHit:
         """The sequence's longest cached prefix, in whole blocks."""
-        if not self.enable_prefix_caching:
-            return PrefixHit(0, ((),) * self.num_groups, 0)
-        if not self.has_windows:
-            return self._lookup_full(sequence)
-        columns: list[list[Block | None]] = [[] for _ in self.windows]
-        runs = [0] * self.num_groups
-        num_found = num_full = 0
-        for index, block_hash in enumerate(sequence.block_hashes, start=1):
-            is_served = True
-            for group, needed in enumerate(self._needed_before):
-                block = self.pool.lookup(BlockKey(block_hash, group))
-                columns[group].append(block)
-                runs[group] = 0 if block is None else runs[group] + 1
-                if not needed and block is None:
-                    return self._hit(columns, num_found, num_full)
-                is_served = is_served and runs[group] >= min(needed or index, index)
-            if 0 in self.windows or all(runs):
-                num_full = index
-            if is_served:
-                num_found = index
-        return self._hit(columns, num_found, num_full)
-
-    def _lookup_full(self, sequence: Sequence) -> PrefixHit:
-        columns: list[list[Block]] = [[] for _ in self.windows]
-        for block_hash in sequence.block_hashes:
-            found = [self.pool.lookup(BlockKey(block_hash, group)) for group in range(self.num_groups)]
-            present = [block for block in found if block is not None]
-            if len(present) < self.num_groups:
-                break
-            for column, block in zip(columns, present, strict=True):
-                column.append(block)
-        num_found = len(columns[0])
-        return PrefixHit(num_found, tuple(map(tuple, columns)), num_found)
-
-    def _hit(self, columns: list[list[Block | None]], num_found: int, num_full: int) -> PrefixHit:
-        blocks = []
-        for column, needed in zip(columns, self._needed_before, strict=True):
-            first = max(0, num_found - needed) if needed else 0
-            # What else is there before it serves a prompt that parts from this one a little earlier.
-            while needed and first and num_found - first < needed + SPARE_BLOCKS and column[first - 1] is not None:
-                first -= 1
-            blocks.append(tuple(block for block in column[first:num_found] if block is not None))
-        return PrefixHit(num_found, tuple(blocks), num_full)
+        return self._prefixes.find(sequence.block_hashes) if self.enable_prefix_caching else self._prefixes.nothing()
 
     def misses(self, sequence: Sequence, hit: PrefixHit, num_found_tokens: int) -> Mapping[MissReason, int]:
         """Why the sequence's prompt tokens beyond the first `num_found_tokens` were not found: tokens by reason."""
-        num_missed = sequence.num_prompt_tokens - num_found_tokens
         if not self.enable_prefix_caching or sequence.hash_root is None:
-            return {MissReason.NOT_ELIGIBLE: num_missed}
-        num_full_blocks = sequence.num_prompt_tokens // self.block_size
-        first_missed = -(-num_found_tokens // self.block_size)
-        num_by_window = max(0, min(hit.num_known_blocks, num_full_blocks) - first_missed)
-        missed = sequence.block_hashes[first_missed + num_by_window : num_full_blocks]
-        num_evicted = sum(
-            any(self.pool.was_evicted(BlockKey(block_hash, group)) for group in range(self.num_groups))
-            for block_hash in missed
+            return {MissReason.NOT_ELIGIBLE: sequence.num_prompt_tokens - num_found_tokens}
+        return self._prefixes.misses(
+            sequence.block_hashes[: sequence.num_prompt_tokens // self.block_size],
+            hit,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_found_tokens=num_found_tokens,
         )
-        return {
-            MissReason.EVICTED: num_evicted * self.block_size,
-            MissReason.NEVER_SEEN: (len(missed) - num_evicted) * self.block_size,
-            MissReason.WINDOW: num_by_window * self.block_size,
-            MissReason.OPEN_BLOCK: num_missed - (len(missed) + num_by_window) * self.block_size,
-        }
-
-    # -- what is held ----------------------------------------------------------------------------
 
     def fits(self, sequence: Sequence, hit: PrefixHit) -> bool:
         """Whether the free blocks hold all that the sequence needs at once and the hit lacks."""
@@ -213,10 +130,7 @@ class KVManager:
             num_left.append(hit.num_blocks - len(column))
             groups.append([None] * num_left[-1] + [*column] + [self.pool.allocate() for _ in range(num)])
         self._tables[sequence.sequence_id] = BlockTable(
-            tuple(groups),
-            num_sealed=hit.num_blocks,
-            boundaries=self._boundaries(sequence, hit),
-            num_left=num_left,
+            tuple(groups), num_left, num_sealed=hit.num_blocks, boundaries=self._boundaries(sequence, hit)
         )
         return True
 
@@ -226,7 +140,7 @@ class KVManager:
         num_needed = child.num_prompt_tokens // self.block_size
         return all(
             not window or left <= first_block_needed(window, self.block_size, num_needed * self.block_size)
-            for window, left in zip(self.windows, table.num_left or [0] * self.num_groups, strict=True)
+            for window, left in zip(self.windows, table.num_left, strict=True)
         )
 
     def fits_fork(self, child: Sequence) -> bool:
@@ -256,7 +170,7 @@ class KVManager:
                 copies.append((source.block_id, copy.block_id))
                 own.append(copy)
         num_left = [sum(block is None for block in group) for group in groups]
-        self._tables[child.sequence_id] = BlockTable(groups, num_shared, theirs.boundaries, num_left)
+        self._tables[child.sequence_id] = BlockTable(groups, num_left, num_shared, theirs.boundaries)
         return copies
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -363,7 +277,6 @@ class KVManager:
 
     def _leave_behind(self, table: BlockTable, num_computed_tokens: int) -> None:
         """Give up what no window needs after `num_computed_tokens` tokens."""
-        assert table.num_left is not None
         for number, window in enumerate(self.windows):
             if not window:
                 continue

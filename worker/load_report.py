@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pagoda.worker.cost_model import StepCostModel, StepShape
 from pagoda.worker.engine_load import EngineLoad
 from pagoda.worker.kv_events import KVEvent, KVEventLog
-from pagoda.worker.kv_manager import MissReason
+from pagoda.worker.prefix_lookup import MissReason
 from pagoda.worker.scheduler import Scheduler
 from pagoda.worker.types import RequestId
 

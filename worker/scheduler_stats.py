@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from pagoda.worker.kv_manager import MissReason
+from pagoda.worker.prefix_lookup import MissReason
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from checkpoints import CHECKPOINTS, make_checkpoint
 from pagoda.kernels.interface import AttentionBatch
 from pagoda.kernels.torch_ops import TorchOperators
 from pagoda.worker.kv_spec import KVCacheSpec, group_layers
+from pagoda.worker.models.checkpoint import checkpoint_shards
 from pagoda.worker.models.decoder import Decoder
 from pagoda.worker.models.families import read_model_config
 from pagoda.worker.parallel import TPContext
@@ -71,7 +72,7 @@ def logits(folder: Path, rank: int, meeting: Meeting, token_ids: torch.Tensor) -
         model = Decoder(config, TorchOperators(), spec.places, context)
     prefixes = config.ignored_prefixes
     load_weights(
-        model.checkpoint_shards(), checkpoint_files(folder), ignored_prefixes=prefixes, progress=lambda *_: None
+        checkpoint_shards(model), checkpoint_files(folder), ignored_prefixes=prefixes, progress=lambda *_: None
     )
     model.prepare()
     num_blocks = -(-NUM_TOKENS // P)

@@ -8,7 +8,7 @@ import pytest
 from pagoda.cluster.ingress import metrics as ingress
 from pagoda.worker import metrics as worker
 from pagoda.worker.instruments import Definition
-from pagoda.worker.kv_manager import MissReason
+from pagoda.worker.prefix_lookup import MissReason
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
 DEFINITIONS = [("worker", definition) for definition in worker.DEFINITIONS] + [

@@ -7,8 +7,8 @@ from fakes import Replica, hash_root
 
 from pagoda.worker.block_hash import hash_blocks
 from pagoda.worker.block_pool import BlockKey
-from pagoda.worker.kv_manager import MissReason
 from pagoda.worker.kv_spec import blocks_in_window
+from pagoda.worker.prefix_lookup import MissReason
 
 P = 4
 STEP = 16

@@ -8,8 +8,8 @@ from fakes import FakeExecutor, Replica
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagoda.worker.instruments import Definition, Instruments, merge_expositions
-from pagoda.worker.kv_manager import MissReason
 from pagoda.worker.metrics import DEFINITIONS, WorkerMetrics
+from pagoda.worker.prefix_lookup import MissReason
 from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.types import (
     FinishReason,

@@ -39,7 +39,7 @@ def test_control_plane_imports_only_the_standard_library(module: str) -> None:
     code = (
         f"import sys, {module}\n"
         "own = {name for name in sys.modules if name.startswith('pagoda')}\n"
-        "known = set(sys.stdlib_module_names) | {'pagoda', '__main__'}\n"
+        "known = set(sys.stdlib_module_names) | {'pagoda', '__main__', '__mp_main__'}\n"
         "foreign = {n.split('.')[0] for n in sys.modules} - known - {'_distutils_hack', 'sitecustomize'}\n"
         "print(sorted(n for n in foreign if not n.startswith('__editable__')))\n"
     )

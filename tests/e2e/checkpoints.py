@@ -65,6 +65,10 @@ WINDOW = 7
 GEMMA_SIZES = SIZES | {"head_dim": 16, "tie_word_embeddings": True, "query_pre_attn_scalar": 20}
 
 
+def gemma(**changes: Any) -> GemmaForCausalLM:
+    return GemmaForCausalLM(GemmaConfig(**(SIZES | {"head_dim": 16, "tie_word_embeddings": True} | changes)))
+
+
 def gemma2(**changes: Any) -> Gemma2ForCausalLM:
     """Soft caps small enough to matter."""
     sizes = GEMMA_SIZES | {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
@@ -105,7 +109,7 @@ CHECKPOINTS: dict[str, Callable[[], Any]] = {
     "Qwen2, window in the upper layers": lambda: Qwen2ForCausalLM(
         Qwen2Config(**(SIZES | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}))
     ),
-    "Gemma": lambda: GemmaForCausalLM(GemmaConfig(**(SIZES | {"head_dim": 16, "tie_word_embeddings": True}))),
+    "Gemma": gemma,
     "Gemma 2, GQA": gemma2,
     "Gemma 2, MQA": lambda: gemma2(num_key_value_heads=1),
     "Gemma 3, GQA": lambda: Gemma3ForCausalLM(gemma3_config()),

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CHECKPOINTS, make_checkpoint
+from checkpoints import CHECKPOINTS, gemma, gemma2, gemma3_config, make_checkpoint
+from transformers import Gemma3ForCausalLM
 
 from pagoda.kernels.interface import AttentionBatch
 from pagoda.kernels.torch_ops import TorchOperators
@@ -107,19 +108,53 @@ def logits(folder: Path, rank: int, meeting: Meeting, token_ids: torch.Tensor) -
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_shards_are_the_whole(name: str, tmp_path: Path) -> None:
     """Every rank gets the same logits, and they are transformers'."""
-    oracle = make_checkpoint(name, tmp_path, ending=[5, 6])
-    config = read_model_config(tmp_path)
+    compare(make_checkpoint(name, tmp_path, ending=[5, 6]), tmp_path)
+
+
+GEMMA_HEADS = {"Gemma 2B": (8, 1), "Gemma 7B": (16, 16)}
+GEMMA2_HEADS = {"Gemma 2 2B": (8, 4), "Gemma 2 9B": (16, 8), "Gemma 2 27B": (32, 16)}
+GEMMA3_HEADS = {
+    "Gemma 3 270M, 1B": (4, 1),
+    "Gemma 3 4B": (8, 4),
+    "Gemma 3 12B": (16, 8),
+    "Gemma 3 27B": (32, 16),
+}
+
+
+@pytest.mark.parametrize("size", [*GEMMA_HEADS, *GEMMA2_HEADS, *GEMMA3_HEADS])
+def test_heads_of_every_gemma(size: str, tmp_path: Path) -> None:
+    """Each published size has as many query and KV heads; tiny ones here."""
+    num_heads, num_kv_heads = (GEMMA_HEADS | GEMMA2_HEADS | GEMMA3_HEADS)[size]
+    heads = {
+        "hidden_size": 64,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "intermediate_size": 96,
+    }
+    torch.manual_seed(num_heads)
+    if size in GEMMA_HEADS:
+        model: Any = gemma(**heads)
+    else:
+        model = gemma2(**heads) if size in GEMMA2_HEADS else Gemma3ForCausalLM(gemma3_config(**heads))
+    model.float().eval().save_pretrained(tmp_path)
+    compare(model, tmp_path, sizes=(1, 2, num_heads))
+
+
+def compare(oracle: Any, folder: Path, sizes: tuple[int, ...] | None = None) -> None:
+    """With so many ranks, or all numbers that the model allows."""
+    config = read_model_config(folder)
     token_ids = torch.randint(4, 90, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = oracle(token_ids[None]).logits[0]
-    assert len(config.tensor_parallel_sizes) > 1
-    for size in config.tensor_parallel_sizes:
+    sizes = sizes or config.tensor_parallel_sizes
+    assert len(sizes) > 1
+    for size in sizes:
         meeting = Meeting(size)
 
         def run(rank: int, meeting: Meeting = meeting) -> torch.Tensor:
             try:
                 with torch.inference_mode():
-                    return logits(tmp_path, rank, meeting, token_ids)
+                    return logits(folder, rank, meeting, token_ids)
             except Exception:
                 meeting.barrier.abort()  # the others need not wait
                 raise

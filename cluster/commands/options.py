@@ -55,7 +55,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--block-size", type=int, default=cache.block_size, help="Tokens per KV block."),
         click.option(
-            "--kv-cache-gib", type=float, default=cache.memory_bytes / GIB, help="Memory of each KV cache, GiB."
+            "--kv-cache-gib", type=float, default=cache.memory_bytes / GIB, help="Memory of each rank's KV cache, GiB."
         ),
         click.option(
             "--prefix-caching/--no-prefix-caching",

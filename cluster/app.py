@@ -287,17 +287,17 @@ def _drain(drain_s: float, hurry: threading.Event) -> None:
 
 
 def _drain_ingresses(front: Any, drain_s: float, hurry: threading.Event) -> None:
-    answers = front.broadcast("drain", drain_s)
-    is_hurried = False
+    is_hurried = hurry.is_set()
+    answers = front.broadcast("drain", 0.0 if is_hurried else drain_s)
     deadline = time.monotonic() + drain_s + ABORT_GRACE_S + _ANSWER_DEADLINE_S
     while time.monotonic() < deadline:
-        if hurry.is_set() and not is_hurried:
-            is_hurried = True
-            answers = front.broadcast("drain", 0.0)
         # In short waits: each is done by threads, for which a process that is interrupted waits before it exits.
         try:
             outcomes = answers.results(timeout_s=_WAIT_S, return_exceptions=True)
         except TimeoutError:
+            if hurry.is_set() and not is_hurried:
+                is_hurried = True
+                answers = front.broadcast("drain", 0.0)
             continue
         if not any(isinstance(outcome, TimeoutError) for outcome in outcomes):
             return

@@ -54,8 +54,8 @@ class RayRanks:
         }
         self._running: dict[int, Any] = {seat.rank: self._actors[seat.rank].run.remote(config, seat) for seat in seats}
 
-    def problem(self) -> str | None:
-        for rank, running in self._running.items():
+    def problem(self, suspect: int | None = None) -> str | None:
+        for rank, running in sorted(self._running.items(), key=lambda item: item[0] != suspect):
             ended, _ = ray.wait([running], timeout=0)
             if ended:
                 return f"the actor of rank {rank} has ended{_how(running)}"

@@ -14,7 +14,8 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from pagoda.cluster.ingress.sessions import WorkerLostError, WorkerSessions
 from pagoda.cluster.placer import Placer
 from pagoda.worker.errors import EngineStoppedError, OverloadedError, PagodaError
-from pagoda.worker.types import Request, RequestId, SequenceOutput
+from pagoda.worker.pending_outputs import PendingOutputs
+from pagoda.worker.types import FinishReason, Request, RequestId, SequenceOutput
 
 PING_DEADLINE_S = 10.0
 MAX_TRIES = 3
@@ -43,6 +44,8 @@ class ServeWorkerClient:
         self._streaming_handle = handle.options(stream=True, _by_reference=False)
         self._sessions = sessions
         self._ingress_id = ingress_id
+        self._unbegun: dict[RequestId, tuple[PendingOutputs, int]] = {}
+        """Requests of which nothing has come yet, perhaps since no worker has taken them; with their samples."""
 
     async def ping(self) -> None:
         await asyncio.wait_for(self._handle.ping.remote(), PING_DEADLINE_S)
@@ -70,7 +73,12 @@ class ServeWorkerClient:
                 self._placer.gone(request.request_id)
 
     def abort(self, request_id: RequestId) -> None:
+        """End it on its worker; if it may still wait for one, here."""
         self._sessions.abort_everywhere(request_id)
+        if (unbegun := self._unbegun.pop(request_id, None)) is not None:
+            outputs, num_samples = unbegun
+            for index in range(num_samples):
+                outputs.put(SequenceOutput(request_id, index, (), finish_reason=FinishReason.ABORT))
 
     def complete_sample(self, request_id: RequestId, index: int) -> None:
         self._sessions.complete_sample(request_id, index)
@@ -81,12 +89,14 @@ class ServeWorkerClient:
     async def _try(self, request: Request, ranked: tuple[str, ...]) -> AsyncGenerator[list[SequenceOutput], None]:
         # Registered before the call, so that no token comes too early.
         outputs = self._sessions.open(request.request_id)
+        self._unbegun[request.request_id] = (outputs, request.sampling.n)
         # In a context of its own: calls made within one HTTP request would have one id in Serve, and a router without
         # FIFO order tells pending calls apart by that.
         call = asyncio.create_task(self._call(request, ranked), context=contextvars.Context())
         call.add_done_callback(outputs.end_with)
         try:
             async for batch in outputs.until_ended(request.sampling.n):
+                self._unbegun.pop(request.request_id, None)
                 yield batch
         except (GeneratorExit, asyncio.CancelledError):
             if not outputs.is_ended:  # the cancellation of the call may not reach the worker
@@ -94,6 +104,7 @@ class ServeWorkerClient:
             raise
         finally:
             call.cancel()
+            self._unbegun.pop(request.request_id, None)
             self._sessions.close(request.request_id)
 
     async def _call(self, request: Request, ranked: tuple[str, ...]) -> None:

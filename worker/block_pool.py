@@ -11,6 +11,9 @@ A block is in one of three states:
 `release` takes a sequence's blocks tail first, so that of a chain of cached blocks the tail is always evicted before
 the blocks it depends on. Only ids and counts live here; the bytes are the runner's.
 
+Free blocks are taken in this order: those that cache nothing; those whose last holder said that what they cache is of
+little use, oldest first; the others, least recently used first.
+
 The pool remembers as many evicted keys as it has blocks, the latest ones: what misses them would have been found in a
 pool of about twice the size.
 """
@@ -34,11 +37,13 @@ class BlockKey(NamedTuple):
 class Block:
     """One block. `prev` and `next` link it into the free queue while nobody holds it."""
 
-    __slots__ = ("block_id", "key", "next", "prev", "ref_count")
+    __slots__ = ("block_id", "is_spare", "key", "next", "prev", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
+        self.is_spare = False
+        """Whether it is free, cached and of little use."""
         self.key: BlockKey | None = None
         self.prev: Block | None = None
         self.next: Block | None = None
@@ -73,12 +78,10 @@ class FreeQueue:
         """Add as the next to be taken."""
         self._link(self._ends, block)
 
-    def pop_left(self) -> Block:
-        block = self._ends.next
-        if block is None or block is self._ends:
-            raise IntegrityError("the free queue is empty")
-        self.remove(block)
-        return block
+    @property
+    def first(self) -> Block | None:
+        """The next to be taken."""
+        return None if self._ends.next is self._ends else self._ends.next
 
     def remove(self, block: Block) -> None:
         before, after = block.prev, block.next
@@ -111,6 +114,8 @@ class BlockPool:
         self._num_free_cached = 0
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._free = FreeQueue()
+        """Those that cache nothing, then cached ones."""
+        self._spare = FreeQueue()
         self._index: dict[BlockKey, Block] = {}
         self._evicted: OrderedDict[BlockKey, None] = OrderedDict()
         """In the order of their eviction."""
@@ -124,12 +129,12 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds, cached ones included."""
-        return len(self._free)
+        return len(self._free) + len(self._spare)
 
     @property
     def num_empty(self) -> int:
         """Free blocks that cache nothing."""
-        return len(self._free) - self._num_free_cached
+        return self.num_free - self._num_free_cached
 
     @property
     def num_cached(self) -> int:
@@ -146,33 +151,39 @@ class BlockPool:
 
     def allocate(self) -> Block:
         """Take the next free block, dropping what it cached. Raises `IntegrityError` if none is free."""
-        block = self._free.pop_left()
+        first = self._free.first
+        block = first if first is not None and first.key is None else self._spare.first or first
+        if block is None:
+            raise IntegrityError("the free queue is empty")
+        self._unqueue(block)
+        block.ref_count = 1
         if block.key is not None:
             self.num_evicted += 1
             self._remember(block.key)
             self.withdraw(block)
-        block.ref_count = 1
         return block
 
     def acquire(self, block: Block) -> None:
         """Hold `block` once more."""
         if block.ref_count == 0:
-            self._free.remove(block)
-            self._num_free_cached -= block.key is not None
+            self._unqueue(block)
         block.ref_count += 1
 
     def release(self, block: Block, *, is_of_use: bool = True) -> None:
-        """Give up one hold. The last one frees the block: kept for later if cached and of use, else reused first."""
+        """Give up one hold. The last one frees the block: kept for later if cached, and longer if that is of use."""
         if block.ref_count < 1:
             raise IntegrityError(f"{block} released while nobody holds it")
         block.ref_count -= 1
         if block.ref_count == 0:
             self.num_released += 1
             self._num_free_cached += block.key is not None
-            if block.key is not None and is_of_use:
+            if block.key is None:
+                self._free.append_left(block)
+            elif is_of_use:
                 self._free.append(block)
             else:
-                self._free.append_left(block)
+                block.is_spare = True
+                self._spare.append(block)
 
     def seal(self, block: Block, key: BlockKey) -> Block:
         """Make a full block findable. Returns the block found under `key` from now on: an older one stays."""
@@ -193,6 +204,12 @@ class BlockPool:
             if self._log is not None:
                 self._log.removed(key.group, key.block_hash)
 
+    def _unqueue(self, block: Block) -> None:
+        """A free block gets a holder."""
+        (self._spare if block.is_spare else self._free).remove(block)
+        self._num_free_cached -= block.key is not None
+        block.is_spare = False
+
     def _remember(self, key: BlockKey) -> None:
         self._evicted[key] = None
         if len(self._evicted) > len(self._blocks):
@@ -208,8 +225,8 @@ class BlockPool:
 
     def check_integrity(self, holds: Mapping[int, int]) -> None:
         """Raise `IntegrityError` unless counts, queue and index agree with `holds` (block id -> holders)."""
-        free_ids = [block.block_id for block in self._free]
-        if len(free_ids) != len(self._free) or len(set(free_ids)) != len(free_ids):
+        free_ids = [block.block_id for queue in (self._free, self._spare) for block in queue]
+        if len(free_ids) != self.num_free or len(set(free_ids)) != len(free_ids):
             raise IntegrityError("the free queue's length or links are wrong")
         free = set(free_ids)
         for block in self._blocks:
@@ -219,7 +236,9 @@ class BlockPool:
                 raise IntegrityError(f"{block} is {'in' if block.block_id in free else 'not in'} the free queue")
             if block.key is not None and self._index.get(block.key) is not block:
                 raise IntegrityError(f"{block} has a key that does not find it")
-        if sum(block.key is not None for block in self._free) != self._num_free_cached:
+        if any(not block.is_spare for block in self._spare) or any(block.is_spare for block in self._free):
+            raise IntegrityError("a block is in the wrong queue")
+        if sum(self._blocks[block_id].key is not None for block_id in free_ids) != self._num_free_cached:
             raise IntegrityError("the count of free blocks that cache something is wrong")
         if any(block.key != key for key, block in self._index.items()):
             raise IntegrityError("the index finds a block under a key that is not its own")

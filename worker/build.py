@@ -13,7 +13,7 @@ from pagoda.worker.block_pool import BlockPool
 from pagoda.worker.config import DTYPES, EngineConfig
 from pagoda.worker.engine import Engine
 from pagoda.worker.engine_plan import EnginePlan, plan_engine, rank_device
-from pagoda.worker.errors import RankLostError
+from pagoda.worker.errors import ConfigError, RankLostError
 from pagoda.worker.executor import Executor
 from pagoda.worker.fake_runner import FakeRunner
 from pagoda.worker.input_batch import InputBatch
@@ -116,13 +116,20 @@ def build_rank(plan: EnginePlan, config: EngineConfig, context: TPContext, progr
             vocab_size=plan.model.vocab_size,
             context=context,
         )
+    limits = plan.limits
+    try:
+        batch = InputBatch(
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            block_size=plan.spec.block_size,
+            num_groups=len(plan.spec.groups),
+        )
+    except MemoryError as error:
+        raise ConfigError(
+            "max_model_len",
+            f"there is no memory for {limits.max_num_seqs} sequences of up to {limits.max_model_len} tokens",
+        ) from error
     model, cache_NL2PKD = load_model(plan, config.num_threads, progress, context)
-    batch = InputBatch(
-        max_num_seqs=plan.limits.max_num_seqs,
-        max_model_len=plan.limits.max_model_len,
-        block_size=plan.spec.block_size,
-        num_groups=len(plan.spec.groups),
-    )
     return Runner(model, model.ops, cache_NL2PKD, batch)
 
 

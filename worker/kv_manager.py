@@ -15,8 +15,8 @@ Groups whose layers see only a window hold only what that needs, and give up the
 Which of the blocks that a window leaves behind are worth keeping in the cache is decided here, by where other prompts
 may end or part (`prefix_lookup.py` finds them): those before the end of a prompt; those before the end of what another
 one had in common with it (where only the window was missing, the next one will find it); and those before regular
-places, far apart. A sequence's last ones it holds until it ends. What lies between is reused first: it serves only a
-prompt that parts from this one just there.
+places, far apart. A sequence's last ones it holds until it ends. What lies between is reused before
+them: it serves only a prompt that parts from this one just there.
 """
 
 from collections import Counter

@@ -36,9 +36,9 @@ class LocalRanks:
             device = device_of_rank(first, seat.rank)
             self._processes[seat.rank] = _start(replace(config, device=str(device)), seat)
 
-    def problem(self) -> str | None:
+    def problem(self, suspect: int | None = None) -> str | None:
         with self._reaping:
-            for rank, process in self._processes.items():
+            for rank, process in sorted(self._processes.items(), key=lambda item: item[0] != suspect):
                 if (status := process.poll()) is not None:
                     how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
                     return f"the process of rank {rank} {how}"

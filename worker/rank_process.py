@@ -5,6 +5,8 @@ import pickle
 import signal
 import sys
 
+from torch import distributed
+
 from pagoda.worker.errors import PagodaError
 from pagoda.worker.rank import run_rank
 
@@ -20,8 +22,9 @@ def main() -> int:
         run_rank(config, seat)
     except PagodaError:  # the first rank has been told, and tells the user
         return 1
-    except Exception:
-        logger.exception("rank %d failed", seat.rank)
+    except Exception as error:
+        if "gloo" not in str(error) and not isinstance(error, distributed.DistError):  # else another rank has ended
+            logger.exception("rank %d failed", seat.rank)
         return 1
     return 0
 

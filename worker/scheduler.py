@@ -41,6 +41,8 @@ from pagoda.worker.types import (
 from pagoda.worker.waiting_queue import WaitingQueue
 
 _ORDER = attrgetter("order")
+_RETRY_STEPS = 16
+"""After which a sequence that did not fit is tried again, though no block has become free."""
 
 
 class Scheduler:
@@ -67,6 +69,8 @@ class Scheduler:
         self._dropped: list[SequenceId] = []
         self._arrivals = 0
         self._step = 0
+        self._refused: tuple[SequenceId, int, int] | None = None
+        """The waiting sequence that last did not fit, how many blocks were free then, and in which step."""
 
     @property
     def num_running(self) -> int:
@@ -296,13 +300,26 @@ class Scheduler:
             if self._must_wait(sequence):
                 self._waiting.pass_over()
                 continue
+            if self._is_refused(sequence):
+                break
             num_shared = self._start(plan, sequence)
             if num_shared is None:
+                self._refused = (sequence.sequence_id, self.manager.pool.num_free, self._step)
                 break
             self._waiting.pop()
             self._run(plan, sequence, num_shared)
             budget -= self._schedule_chunk(plan, sequence, budget)
         self._waiting.restore()
+
+    def _is_refused(self, sequence: Sequence) -> bool:
+        """Whether it did not fit some steps ago, with as many blocks. To look a long prompt up takes milliseconds.
+
+        It may fit now if others have computed what it begins with; so it is looked up again now and then.
+        """
+        if self._refused is None or self._refused[0] != sequence.sequence_id:
+            return False
+        _, num_free, step = self._refused
+        return self.manager.pool.num_free <= num_free and self._step < step + _RETRY_STEPS
 
     def _must_wait(self, sequence: Sequence) -> bool:
         """Whether a sample's parent has yet to compute the prompt that they share."""

@@ -50,8 +50,8 @@ _POLL_S = 0.1
 class RankProcesses(Protocol):
     """The processes of all ranks but the first. Every method may be called from any thread."""
 
-    def problem(self) -> str | None:
-        """Which rank's process has ended, and how, if one has."""
+    def problem(self, suspect: int | None = None) -> str | None:
+        """Which rank's process has ended, and how, if one has; of several that of `suspect`."""
         ...
 
     def kill(self) -> None:
@@ -238,7 +238,7 @@ class OtherRanks:
 
     def _how_gone(self, rank: int) -> str:
         self._stop_pinging.wait(_POLL_S)  # a process ends a moment after its connections
-        problem = self._processes.problem()
+        problem = self._processes.problem(rank)
         return f"rank {rank} is gone" + ("" if problem is None else f": {problem}")
 
     def _lose(self, describe: Callable[[], str]) -> None:

@@ -50,7 +50,9 @@ def checkpoint_files(folder: Path) -> list[Path]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         if (folder / missing[0]).is_dir():
             raise ModelError(f"{folder}: {missing[0]} is a folder, not a file")
-        raise ModelError(f"{folder}: {missing[0]}{more} missing; Pagoda loads safetensors checkpoints")
+        lost = min((tensor for tensor, name in _weight_map(folder).items() if name == missing[0]), default=None)
+        of_what = "" if lost is None else f", with tensor {quoted(lost)} and others"
+        raise ModelError(f"{folder}: {missing[0]}{more} missing{of_what}; Pagoda loads safetensors checkpoints")
     return files
 
 

@@ -312,8 +312,8 @@ class Several:
     def __init__(self, *parts: RankProcesses) -> None:
         self.parts = parts
 
-    def problem(self) -> str | None:
-        return next((problem for part in self.parts if (problem := part.problem()) is not None), None)
+    def problem(self, suspect: int | None = None) -> str | None:
+        return next((problem for part in self.parts if (problem := part.problem(suspect)) is not None), None)
 
     def kill(self) -> None:
         for part in self.parts:

@@ -132,6 +132,20 @@ def test_replica_that_dies_takes_its_rank_along(service: Service, http: httpx.Cl
     wait_until_replaced(service, http, workers, ranks)
 
 
-def test_it_ends_without_a_trace(service: Service) -> None:
-    service.process.send_signal(signal.SIGTERM)
+def test_who_waits_for_a_worker_is_told_that_the_service_stops(service: Service, http: httpx.Client) -> None:
+    """Scenario: every worker is gone, and the service is stopped before another one has come.
+
+    Then it ends without a trace.
+    """
+    workers, _ = processes(service)
+    for process in workers:
+        os.kill(process, signal.SIGKILL)
+    with ThreadPoolExecutor(3) as pool:
+        wait_until(lambda: not workers & processes(service)[0], "all workers are gone")
+        waiting = [pool.submit(http.post, COMPLETIONS, json=short(f"{number} waits")) for number in range(3)]
+        assert http.get("/v1/models").status_code == 200  # by when they have come too
+        service.process.send_signal(signal.SIGTERM)
+        answers = [answer.result(START_DEADLINE_S) for answer in waiting]
+    assert [answer.status_code for answer in answers] == [503] * 3
+    assert "stopping" in answers[0].text
     service.assert_it_ends_without_a_trace()

@@ -11,13 +11,15 @@ KEYS = [BlockKey(BlockHash(bytes([number]) * 16), group) for number in range(3) 
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """The model: free ids in the order they go, holders of each block, the id cached under each key, evicted keys."""
+    """The model: free ids in the order they go, those of little use among them, holders of each block, the id cached
+    under each key, evicted keys."""
 
     @initialize(num_blocks=st.integers(1, 6))
     def start(self, *, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.blocks = {}
         self.free = list(range(num_blocks))
+        self.spare: list[int] = []
         self.holds = dict.fromkeys(range(num_blocks), 0)
         self.cached: dict[BlockKey, int] = {}
         self.evicted: list[BlockKey] = []
@@ -26,11 +28,13 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def held(self) -> list[int]:
         return [block_id for block_id, count in self.holds.items() if count]
 
-    @precondition(lambda self: self.free)
+    @precondition(lambda self: self.free or self.spare)
     @rule()
     def allocate(self) -> None:
         block = self.pool.allocate()
-        assert block.block_id == self.free.pop(0)
+        is_first_empty = self.free and self.free[0] not in self.cached.values()
+        queue = self.free if is_first_empty or not self.spare else self.spare
+        assert block.block_id == queue.pop(0)
         self.blocks[block.block_id] = block
         self.holds[block.block_id] = 1
         self.evicted += [key for key, cached_id in self.cached.items() if cached_id == block.block_id]
@@ -44,17 +48,20 @@ class BlockPoolMachine(RuleBasedStateMachine):
         if block is not None:
             self.pool.acquire(block)
             self.holds[block.block_id] += 1
-            if block.block_id in self.free:
-                self.free.remove(block.block_id)
+            for queue in (self.free, self.spare):
+                if block.block_id in queue:
+                    queue.remove(block.block_id)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def release(self, *, data: st.DataObject) -> None:
+    @rule(data=st.data(), is_of_use=st.booleans())
+    def release(self, *, data: st.DataObject, is_of_use: bool) -> None:
         block_id = data.draw(st.sampled_from(self.held))
-        self.pool.release(self.blocks[block_id])
+        self.pool.release(self.blocks[block_id], is_of_use=is_of_use)
         self.holds[block_id] -= 1
         if self.holds[block_id] == 0:
-            self.free.insert(len(self.free) if block_id in self.cached.values() else 0, block_id)
+            is_cached = block_id in self.cached.values()
+            queue = self.spare if is_cached and not is_of_use else self.free
+            queue.insert(len(queue) if is_cached else 0, block_id)
 
     @rule(data=st.data(), key=st.sampled_from(KEYS))
     def seal(self, *, data: st.DataObject, key: BlockKey) -> None:
@@ -82,7 +89,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @invariant()
     def agree(self) -> None:
         self.pool.check_integrity(self.holds)
-        assert self.pool.num_free == len(self.free)
+        assert self.pool.num_free == len(self.free) + len(self.spare)
+        assert self.pool.num_empty == len({*self.free, *self.spare} - {*self.cached.values()})
         assert self.pool.num_cached == len(self.cached)
         assert [key for key in KEYS if self.pool.was_evicted(key)] == sorted(self.evicted)
 

@@ -184,6 +184,16 @@ def test_a_common_prefix_is_found_from_the_third_prompt_on() -> None:
     replica.check_outputs()
 
 
+def test_while_blocks_are_empty_a_prompt_may_part_anywhere() -> None:
+    """What a window leaves behind is reused before other cached blocks, but not before empty ones."""
+    replica = make_replica(num_blocks=2000)
+    prompt = text(600)
+    run(replica, "first", prompt, max_tokens=2)
+    for cut in (570, 333, 100, 41):
+        assert run(replica, f"cut {cut}", prompt[:cut] + text(30, seed=cut), max_tokens=1) == whole_blocks(cut)
+    replica.check_outputs()
+
+
 def test_regular_places_serve_a_prompt_that_parts_anywhere() -> None:
     """Of a long prompt whose blocks are under pressure, the window before each regular place is still there."""
     replica = make_replica(num_blocks=350, step=64)

@@ -176,3 +176,29 @@ def test_pool_at_its_limit() -> None:
     replica.run()
     assert replica.stats.num_preemptions == 0
     replica.check_outputs()
+
+
+def test_a_prompt_that_does_not_fit_is_not_looked_up_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scenario: a prompt of 100,000 tokens waits for blocks, and each step of those that run takes 8 ms longer.
+
+    It starts as soon as somebody has given blocks back.
+    """
+    replica = Replica(num_blocks=16)
+    replica.add("runs", range(8), max_tokens=30, ignore_eos=True)
+    replica.step()
+    replica.add("waits", range(100, 152), max_tokens=2)
+    num_lookups = 0
+    lookup = replica.manager.lookup
+
+    def counted(sequence: object) -> object:
+        nonlocal num_lookups
+        num_lookups += 1
+        return lookup(sequence)
+
+    monkeypatch.setattr(replica.manager, "lookup", counted)
+    for _ in range(28):
+        replica.step()
+    assert num_lookups <= 3
+    replica.run()
+    assert len(replica.output("waits")) == 2
+    replica.check_outputs()

@@ -137,7 +137,7 @@ def test_no_checkpoint(tmp_path: Path) -> None:
 def test_missing_shard_is_named(tmp_path: Path) -> None:
     write_shards(tmp_path, [EMBED], [NORM], [HEAD])
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(ModelError, match=r": model-00002-of-00003\.safetensors missing"):
+    with pytest.raises(ModelError, match=r": model-00002-of-00003\.safetensors missing, with tensor 'model\.norm"):
         checkpoint_files(tmp_path)
     (tmp_path / "model-00003-of-00003.safetensors").unlink()
     with pytest.raises(ModelError, match=r": model-00002-of-00003\.safetensors and 1 more missing"):

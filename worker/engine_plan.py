@@ -118,6 +118,8 @@ def _device(name: str) -> torch.device:
 def _limits(config: EngineConfig, model: ModelConfig, spec: KVCacheSpec, num_blocks: int) -> EngineLimits:
     """The longest context is the smallest of what was asked for, what the model can and what the pool holds."""
     pool_tokens = spec.num_tokens_in(num_blocks, max_step_tokens=config.scheduler.max_num_batched_tokens)
+    if not pool_tokens:
+        raise ConfigError("num_blocks", f"must be at least {len(spec.groups)}, one for each group of layers")
     asked = config.max_model_len
     if asked is not None and asked > model.max_position:
         raise ConfigError("max_model_len", f"{asked} is more than this model can, {model.max_position}")

@@ -1,10 +1,12 @@
 """What is found out about an engine before anything is loaded."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_model import write_tiny_model
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from pagoda.worker import engine_plan
 from pagoda.worker.config import CacheConfig, EngineConfig
@@ -59,3 +61,16 @@ def test_memory_is_not_asked_for_without_a_model_to_run(folder: Path, monkeypatc
     assert plan(folder, fake_step_s=0.0).num_blocks == NUM_BLOCKS
     monkeypatch.setattr(engine_plan, "available_bytes", lambda: None)
     assert plan(folder).num_blocks == NUM_BLOCKS
+
+
+def test_a_pool_without_a_block_for_each_group_is_refused(folder: Path, tmp_path: Path) -> None:
+    """It could run nothing. Of this model two layers of three have windows, in groups of their own."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    Gemma2ForCausalLM(Gemma2Config(**sizes, **heads)).save_pretrained(tmp_path)
+    num_groups = len(plan(tmp_path).spec.groups)
+    assert num_groups > 1
+    with pytest.raises(ConfigError, match=rf"num_blocks: must be at least {num_groups}, one for each group of layers"):
+        plan(tmp_path, cache=CacheConfig(num_blocks=num_groups - 1))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CHECKPOINTS, gemma, gemma2, gemma3_config, make_checkpoint
+from checkpoints import CHECKPOINTS, gemma, gemma2, gemma3_config, llama, make_checkpoint
 from transformers import Gemma3ForCausalLM
 
 from pagoda.kernels.interface import AttentionBatch
@@ -138,6 +138,15 @@ def test_heads_of_every_gemma(size: str, tmp_path: Path) -> None:
         model = gemma2(**heads) if size in GEMMA2_HEADS else Gemma3ForCausalLM(gemma3_config(**heads))
     model.float().eval().save_pretrained(tmp_path)
     compare(model, tmp_path, sizes=(1, 2, num_heads))
+
+
+@pytest.mark.parametrize("tie_word_embeddings", [False, True])
+def test_a_vocabulary_that_does_not_divide(tie_word_embeddings: bool, tmp_path: Path) -> None:
+    """The last rank has fewer rows than the others."""
+    torch.manual_seed(0)
+    model = llama(vocab_size=97, tie_word_embeddings=tie_word_embeddings).float().eval()
+    model.save_pretrained(tmp_path)
+    compare(model, tmp_path)
 
 
 def compare(oracle: Any, folder: Path, sizes: tuple[int, ...] | None = None) -> None:

@@ -126,6 +126,16 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleProgress:
+    """What a client has of one sample of a request that another worker has begun."""
+
+    token_ids: tuple[int, ...] = ()
+    """Generated tokens, which count as output and not as prompt."""
+    has_ended: bool = False
+    """It needs no more."""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A tokenised request, as it enters the engine."""
 
@@ -136,6 +146,18 @@ class Request:
     """Lower goes first; equal priorities are first come, first served."""
     salt: bytes = b""
     """Only requests with the same salt share cached blocks."""
+    tenant: str = ""
+    """Whose it is; empty where nobody is told apart. Tenants take turns."""
+    weight: float = 1.0
+    """The tenant's share, beside the shares of others."""
+    timeout_s: float | None = None
+    """Seconds that it may take, from when a worker accepts it; None sets no limit."""
+    progress: tuple[SampleProgress, ...] = ()
+    """Of a request that another worker has begun, where each sample stands; empty for a new one."""
+    num_told_prompt_logprobs: int = 0
+    """Prompt tokens, from the second on, whose log probabilities the client has."""
+    runs_alone: bool = False
+    """Nothing else runs on its worker while it does: others have died with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from pagoda.cluster.ingress.live_requests import DrainingError, LiveRequests
+from pagoda.cluster.tenants import ANONYMOUS, Tenant
 from pagoda.worker.chat_options import ChatOptions
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.detokenizer import Detokenizer
@@ -184,8 +185,13 @@ class InferenceService:
         *,
         priority: int = 0,
         request_id: str | None = None,
+        tenant: Tenant = ANONYMOUS,
+        salt: bytes = b"",
+        timeout_s: float | None = None,
     ) -> Generation:
         """A generation for a checked request. Iterating it raises what the worker raises when it refuses.
+
+        Only requests of one `salt` share cached blocks. It may take `timeout_s` seconds, or as long as it likes.
 
         Raises `DrainingError` when the service is stopping; so does iterating one that comes too late.
         The engine's id begins with `request_id`. Clients may use one twice at a time, so it goes on with a random part.
@@ -197,6 +203,10 @@ class InferenceService:
             prompt_token_ids=tuple(prompt_token_ids),
             sampling=sampling,
             priority=priority,
+            salt=salt,
+            tenant=tenant.name,
+            weight=tenant.weight,
+            timeout_s=timeout_s,
         )
         return Generation(request, self._text_outputs(request))
 

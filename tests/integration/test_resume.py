@@ -411,6 +411,23 @@ async def test_given_up_in_every_state(fake: EngineConfig, state: str, signal: s
         assert it.client.num_live == 0
 
 
+async def test_aborted_by_name_after_it_was_resumed(fake: EngineConfig) -> None:
+    """Through another ingress, which knows the name that its client was told, and not how often it was tried."""
+    async with cluster(fake) as it:
+        stream = it.client.stream(request(replace(SAMPLED, max_tokens=400)))
+        await anext(stream)
+        await it.workers[0].kill()
+        reading = asyncio.create_task(ends_of(stream))
+        await until(lambda: bool(it.workers[1].engine.live_requests))
+        it.workers[1].engine.abort(RequestId("another"))
+        it.workers[1].engine.abort(RequestId("r"))
+        assert await asyncio.wait_for(reading, DEADLINE_S) == [FinishReason.ABORT]
+
+
+async def ends_of(stream: AsyncIterator[list[SequenceOutput]]) -> list[FinishReason]:
+    return [output.finish_reason async for batch in stream for output in batch if output.finish_reason]
+
+
 async def read_all(stream: AsyncIterator[list[SequenceOutput]]) -> None:
     async for _ in stream:
         pass

@@ -99,7 +99,7 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
         session.requests.add(request.request_id)
         try:
             await asyncio.sleep(0)  # by then it is refused, or running waits for its first output
-            if not running.done():
+            if not running.done() and not request.runs_alone:
                 session.outputs.put(SequenceOutput(request.request_id, request.live_samples[0], ()))
             await asyncio.wait({running, session.ended}, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():

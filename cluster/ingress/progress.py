@@ -77,7 +77,7 @@ class RequestProgress:
         )
 
     def accept(self) -> None:
-        """A worker has taken it."""
+        """A worker has taken it; one that shall run it alone has begun with it."""
         self._is_accepted = True
         self._is_on_worker = True
 
@@ -104,7 +104,8 @@ class RequestProgress:
     def lose_worker(self, error: PagodaError) -> None:
         """The worker that ran it is gone. Raises `PoisonousRequestError` if that should not happen to another one.
 
-        One that had not taken it, as far as is known, was not killed by it.
+        One that had not taken it, as far as is known, was not killed by it. Nor was one that waited to run it alone:
+        others may have waited there too, behind the one that did it.
         """
         was_there, self._is_on_worker = self._is_on_worker, False
         self._is_accepted = True

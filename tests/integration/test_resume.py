@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_model import write_tiny_model
 
-from pagoda.cluster.ingress.progress import MAX_DEATHS_TOGETHER, PoisonousRequestError
+from pagoda.cluster.ingress.progress import MAX_DEATHS_TOGETHER, PoisonousRequestError, RequestProgress
 from pagoda.cluster.ingress.resuming_client import ResumingClient, WorkerFullError, WorkerStoppingError
 from pagoda.cluster.ingress.service import InferenceService, RequestAbortedError
 from pagoda.cluster.ingress.sessions import WorkerEndpoint, WorkerLostError, WorkerSessions
@@ -318,7 +318,11 @@ async def test_full_worker_takes_what_another_one_had_taken(fake: EngineConfig) 
 
 
 class PoisonedCalls(Calls):
-    """Workers die of one request, as soon as they have taken it."""
+    """Workers die of one request, as soon as its ingress knows that they run it."""
+
+    def __init__(self, it: Cluster) -> None:
+        super().__init__(it.workers)
+        self.has_heard = lambda _: it.client._live[POISON].progress._is_on_worker
 
     async def run(self, request: Request, ranked: tuple[str, ...]) -> None:
         if request.request_id.partition("~")[0] != POISON:
@@ -330,6 +334,7 @@ class PoisonedCalls(Calls):
         async with asyncio.timeout(DEADLINE_S):
             while request.request_id not in worker.engine.live_requests or not worker.engine.stats().num_running:
                 await asyncio.sleep(0.001)
+        await until(lambda: self.has_heard(request))
         await worker.kill()
         running.cancel()
         raise WorkerLostError("it died")
@@ -339,7 +344,7 @@ async def test_request_that_kills_its_workers_is_stopped(fake: EngineConfig) -> 
     """After two deaths it runs alone; then it is refused, and the cluster goes on: others lose nothing by it."""
     slow = replace(fake, fake_step_s=0.02)  # nobody gets a token before the worker is dead
     async with cluster(slow, MAX_DEATHS_TOGETHER + 2) as it:
-        it.calls = PoisonedCalls(it.workers)
+        it.calls = PoisonedCalls(it)
         it.client._calls = it.calls
         with pytest.raises(PoisonousRequestError):
             await collect(it, request(GREEDY, POISON))
@@ -347,6 +352,30 @@ async def test_request_that_kills_its_workers_is_stopped(fake: EngineConfig) -> 
         assert it.losses == [True] * MAX_DEATHS_TOGETHER + [False]
         it.calls.workers = it.workers[-1:]
         assert len((await collect(it, request(replace(GREEDY, max_tokens=5), "next")))[0].token_ids) == 5
+
+
+async def test_request_that_waited_behind_the_culprit_goes_on(fake: EngineConfig) -> None:
+    """Scenario: it was at two deaths and shall run alone; so shall another one, which kills this worker too."""
+    async with cluster(replace(fake, fake_step_s=0.02)) as it:
+        it.calls.workers = [it.workers[0], it.workers[0], it.workers[1]]
+        culprit = it.client.stream(replace(request(SAMPLED, "culprit"), runs_alone=True))
+        await anext(culprit)
+        first = it.workers[0]
+        innocent = request(replace(GREEDY, max_tokens=5), "innocent")
+        stream = it.client.stream(innocent)
+        progress = RequestProgress(innocent)
+        for _ in range(MAX_DEATHS_TOGETHER):
+            progress.attempt()
+            progress.accept()
+            progress.lose_worker(WorkerLostError("it died"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pagoda.cluster.ingress.resuming_client.RequestProgress", lambda _: progress)
+            reading = asyncio.create_task(ends_of(stream))
+            await until(lambda: first.engine.stats().num_waiting == 1)
+        await first.kill()
+        await culprit.aclose()
+        assert await asyncio.wait_for(reading, DEADLINE_S) == [FinishReason.LENGTH]
+        assert it.calls.requests[-1].runs_alone
 
 
 async def test_nobody_runs_beside_a_request_that_runs_alone(fake: EngineConfig) -> None:

@@ -17,6 +17,7 @@ Rules that hold at all times:
   that preempts admits nobody.
 - A tenant's first running sequence is preempted only if nobody runs behind it, or for a better priority; and turns
   never go back. A sequence that goes first can therefore always run, and everyone comes to be first: nobody starves.
+- A request that runs alone starts when nothing runs, and nobody else starts before it has ended.
 - Nothing is computed twice at the same time: whoever is admitted finds all that running sequences have computed or
   compute in this very step; and nobody is admitted while one of them still has tokens to schedule, since that one
   took what was left of the budget.
@@ -155,7 +156,7 @@ class Scheduler:
                 num_output_tokens = self._expected.tokens(first.request.tenant, first.max_tokens)
                 latest_s -= pace.needed_s(first.num_tokens, first.num_expected_tokens, num_output_tokens)
             if now_s >= deadline_s:
-                outputs += self._end_request(first, FinishReason.DEADLINE, "the request's time is over")
+                outputs += self._end_request(first, FinishReason.DEADLINE)
             elif now_s >= latest_s:
                 outputs += self._end_request(first, FinishReason.SHED, "it can no longer be in time; try again later")
             else:
@@ -280,6 +281,8 @@ class Scheduler:
         head = self._waiting.peek()
         if head is None or not self._running:
             return
+        if self._excludes(head):
+            return
         is_full = len(self._running) >= self.config.max_num_seqs
         if head.request.priority < self._running[-1].request.priority:
             if not self._must_wait(head) and (is_full or not self._fits(head)):
@@ -369,6 +372,8 @@ class Scheduler:
             sequence = self._waiting.peek()
             if sequence is None:
                 break
+            if self._excludes(sequence):
+                break
             if self._must_wait(sequence):
                 self._waiting.pass_over()
                 continue
@@ -392,6 +397,12 @@ class Scheduler:
             return False
         _, num_free, step = self._refused
         return self.manager.pool.num_free <= num_free and self._step < step + _RETRY_STEPS
+
+    def _excludes(self, sequence: Sequence) -> bool:
+        """Whether it may not run beside what runs: one of them runs alone."""
+        if not self._running or (running := self._running[0].request) is sequence.request:
+            return False
+        return running.runs_alone or sequence.request.runs_alone
 
     def _must_wait(self, sequence: Sequence) -> bool:
         """Whether a sample's parent has yet to compute the prompt that they share."""
@@ -423,7 +434,7 @@ class Scheduler:
                 return None
             num_found = num_shared = hit.num_blocks * block_size
             if sequence.num_preemptions == 0:
-                num_hit_tokens = min(num_found, sequence.num_tokens - 1)
+                num_hit_tokens = min(num_found, sequence.num_prompt_tokens, sequence.num_tokens - 1)
                 self.stats.count_lookup(num_hit_tokens, self.manager.misses(sequence, hit, num_hit_tokens))
         # The last token is always computed: its logits are what the next one is sampled from.
         sequence.num_computed_tokens = min(num_found, sequence.num_tokens - 1)
@@ -434,7 +445,7 @@ class Scheduler:
         sequence.start_step = self._step
         insort(self._running, sequence, key=_ORDER)
         if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
             self.stats.count_start(sequence.num_prompt_tokens, sequence.num_cached_tokens)
         plan.new.append(sequence.start(self.manager.table(sequence).block_ids, num_shared_tokens))
 
@@ -443,8 +454,8 @@ class Scheduler:
     def _expected_cost(self, sequence: Sequence) -> float:
         """Tokens that a sequence which starts now computes, those that it computed before it was preempted included."""
         num_cached = sequence.num_computed_tokens if sequence.num_preemptions == 0 else sequence.num_cached_tokens
-        num_output_tokens = self._expected.tokens(sequence.request.tenant, sequence.max_tokens)
-        return sequence.num_prompt_tokens - num_cached + max(num_output_tokens, sequence.num_output_tokens + 1.0)
+        num_left = self._expected.tokens(sequence.request.tenant, sequence.max_tokens) - sequence.num_output_tokens
+        return sequence.num_tokens - num_cached + max(1.0, num_left)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.stats.count_preemption(sequence.num_computed_tokens)
@@ -461,7 +472,7 @@ class Scheduler:
             for sample in self._requests[sequence.request.request_id]
         )
 
-    def _end_request(self, sequence: Sequence, reason: FinishReason, error: str) -> list[SequenceOutput]:
+    def _end_request(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> list[SequenceOutput]:
         """What is left of a sequence's request."""
         return [
             self._finish(sample, reason, error=error)

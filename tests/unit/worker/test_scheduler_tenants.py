@@ -168,7 +168,7 @@ def expire(replica: Replica, now_s: float, pace: Pace = UNKNOWN) -> list[tuple[R
     outputs = replica.scheduler.expire(now_s, pace)
     replica._take(outputs)
     replica.check()
-    assert all(output.error for output in outputs)
+    assert all((output.error is None) == (output.finish_reason is FinishReason.DEADLINE) for output in outputs)
     return [(output.request_id, output.finish_reason) for output in outputs]
 
 

@@ -307,7 +307,7 @@ class Scheduler:
             running,
             capacity=capacity,
             size=_one if is_full else _num_tokens,
-            may_start=lambda sequence: not self._must_wait(sequence),
+            may_start=lambda sequence: not (self._must_wait(sequence) or self._excludes(sequence)),
         )
         if swap is not None:
             self._waiting.claim(priority, swap.account)

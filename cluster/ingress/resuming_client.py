@@ -117,8 +117,7 @@ class ResumingClient:
                     if num_failures >= MAX_FAILURES:
                         raise
                 except (OverloadedError, WorkerStoppingError) as error:
-                    if isinstance(error, OverloadedError) and not attempt.progress:
-                        progress.refuse()
+                    progress.refuse(error)
                     num_failures += 1
                     is_final = num_failures >= MAX_TRIES or not isinstance(error, WorkerFullError | WorkerStoppingError)
                     if is_final and not progress.is_accepted:

@@ -336,8 +336,8 @@ def _workers(config: ClusterConfig, token: str, directories: list[ActorAddress])
             "runtime_env": {"env_vars": _WORKER_ENVIRONMENT},
         },
         **_placement(config.engine.tensor_parallel_size, num_gpus),
-        # Room for one more than the engine takes, so that the engine is what refuses.
-        max_ongoing_requests=scheduler.max_num_seqs + scheduler.max_num_waiting + 1,
+        # Room for one more than the engine takes, so that the engine is what refuses, and says who has to go.
+        max_ongoing_requests=scheduler.max_num_seqs + 2 * scheduler.max_num_waiting + 1,
         # In all: what waits at the routers is what no worker has room for yet.
         max_queued_requests=config.num_workers * (scheduler.max_num_seqs + scheduler.max_num_waiting),
         request_router_config=RequestRouterConfig(**ROUTER_OPTIONS | _router_class(config)),

@@ -71,7 +71,13 @@ class Front:
             self._placer,
             on_lost=lambda is_resumed: self._metrics.worker_lost(is_resumed=is_resumed),
         )
-        self._service = InferenceService(Tokenizer(config.engine.model_path), client, limits)
+        self._service = InferenceService(
+            Tokenizer(config.engine.model_path),
+            client,
+            limits,
+            max_timeout_s=config.request_timeout_s,
+            on_refused=self._metrics.refused,
+        )
         grpc_log = GrpcLog(self._metrics)
         self._grpc = GrpcApi(self._service, config.served_model_name, grpc_log)
         self._health = GrpcHealth(self._service, grpc_log)

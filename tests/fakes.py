@@ -235,6 +235,7 @@ class Replica:
         block_size: int = 4,
         windows: Sequence[int] = (0,),
         max_num_seqs: int = 8,
+        max_num_waiting: int = 4096,
         max_num_batched_tokens: int = 64,
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
@@ -245,7 +246,7 @@ class Replica:
         spec = KVCacheSpec(groups, block_size, num_kv_heads=1, head_size=1, dtype_bytes=1)
         pool_len = spec.num_tokens_in(num_blocks, max_step_tokens=max_num_batched_tokens)
         longest = min(max_model_len or num_blocks * block_size, pool_len)
-        self.limits = EngineLimits(longest, vocab_size, max_num_seqs, 4096)
+        self.limits = EngineLimits(longest, vocab_size, max_num_seqs, max_num_waiting)
         self.windows = tuple(windows)
         self.log = KVEventLog(range(len(windows)))
         self.announced: set[BlockKey] = set()
@@ -286,12 +287,17 @@ class Replica:
         priority: int = 0,
         salt: bytes | None = b"",
         seed: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
+        deadline_s: float | None = None,
         **sampling: object,
     ) -> None:
         """Queue a request, by default greedy. Salt None keeps it out of the prefix cache."""
         request_id = RequestId(name)
         params = SamplingParams(**({"temperature": 0.0} | sampling))
-        request = Request(request_id, tuple(prompt), params, priority=priority, salt=salt or b"")
+        request = Request(
+            request_id, tuple(prompt), params, priority=priority, salt=salt or b"", tenant=tenant, weight=weight
+        )
         root = None if salt is None or params.prompt_logprobs is not None else hash_root(salt)
         if request_id in self.requests:
             self._forget(request_id)
@@ -299,7 +305,7 @@ class Replica:
         self.rank.roots[request_id] = root
         self.logprobs |= {SequenceId(f"{name}/{index}"): [] for index in range(params.n)}
         self.tokens |= {SequenceId(f"{name}/{index}"): [] for index in range(params.n)}
-        self.scheduler.add(request, seed=seed, hash_root=root)
+        self.scheduler.add(request, seed=seed, hash_root=root, deadline_s=deadline_s)
 
     def abort(self, name: str) -> list[SequenceOutput]:
         outputs = self.scheduler.abort(RequestId(name))

@@ -24,8 +24,10 @@ class Sequence:
     """Mutable state of one sample. The scheduler owns it."""
 
     __slots__ = (
+        "arrival",
         "block_hashes",
         "block_size",
+        "charge",
         "eos_token_ids",
         "finish_reason",
         "hash_root",
@@ -64,8 +66,11 @@ class Sequence:
         self.request = request
         self.index = index
         self.sequence_id = SequenceId(f"{request.request_id}/{index}")
-        self.order = (request.priority, arrival, index)
-        """Who goes first: lowest. Who is preempted first: highest."""
+        self.arrival = arrival
+        self.order = (request.priority, 0.0, arrival, index)
+        """Of those that run, who goes first: lowest. The second number is its tenant's turn as it was started."""
+        self.charge = 0.0
+        """What its tenant's account was charged as it was started, tokens."""
         self.seed = seed
         self.max_tokens = max_tokens
         self.eos_token_ids = eos_token_ids

@@ -11,6 +11,8 @@ _TO_WIRE = {
     FinishReason.LENGTH: tokens_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: tokens_pb2.FINISH_REASON_ABORT,
     FinishReason.ERROR: tokens_pb2.FINISH_REASON_ERROR,
+    FinishReason.DEADLINE: tokens_pb2.FINISH_REASON_DEADLINE,
+    FinishReason.SHED: tokens_pb2.FINISH_REASON_SHED,
 }
 _FROM_WIRE = {wire: reason for reason, wire in _TO_WIRE.items()}
 

@@ -32,6 +32,10 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    DEADLINE = "deadline"
+    """Its time was over."""
+    SHED = "shed"
+    """Nothing was done for it: others went first for good, or it would have come too late."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ _REPLACED_CHECK_PERIOD_S = 1.0
 @click.option("--ingresses", "num_ingresses", type=int, default=1, help="HTTP processes.")
 @click.option("--router", metavar="MODULE:CLASS", help="Ray Serve request router to use instead of ours.")
 @click.option("--directories", "num_directories", type=int, default=1, help="Prefix directories; 0 places by load.")
+@click.option("--request-timeout-s", type=float, default=3600.0, help="Most seconds that a request may take.")
 @click.option("--drain-s", type=float, default=10.0, help="Seconds that running requests get when the service stops.")
 @click.option(
     "--log-level",
@@ -55,6 +56,7 @@ def serve(
     num_ingresses: int,
     num_directories: int,
     router: str | None,
+    request_timeout_s: float,
     drain_s: float,
     log_level: LogLevel | None,
     ray_address: str | None,
@@ -78,6 +80,7 @@ def serve(
         num_ingresses=num_ingresses,
         num_directories=num_directories,
         router=router,
+        request_timeout_s=request_timeout_s,
         drain_s=drain_s,
         log_level=log_level or ("info" if is_verbose else "warning"),
     )

@@ -5,6 +5,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from pagoda.cluster.ingress.deadlines import Deadline
 from pagoda.cluster.ingress.grpc_log import GrpcLog
 from pagoda.cluster.ingress.request_log import AnswerCounts, RequestRecord
 from pagoda.cluster.ingress.service import InferenceService, TextOutput
@@ -46,14 +47,15 @@ class GrpcApi:
         with self._log.call("Generate", request) as record:
             self._check_model(request.model)
             sampling = sampling_params(request.sampling)
+            deadline = self._deadline(request)
             match request.WhichOneof("prompt"):
                 case "text":
-                    prompt = await self._service.encode(request.text)
+                    prompt = await deadline.bound(self._service.encode(request.text))
                 case "token_ids":
                     prompt = list(request.token_ids.ids)
                 case _:
                     raise InvalidRequestError("prompt", "give either text or token_ids")
-            async with aclosing(self._run(prompt, sampling, request, record)) as responses:
+            async with aclosing(self._run(prompt, sampling, request, deadline, record)) as responses:
                 async for response in responses:
                     yield response
 
@@ -61,8 +63,10 @@ class GrpcApi:
         with self._log.call("Chat", request) as record:
             self._check_model(request.model)
             sampling = sampling_params(request.sampling)
-            prompt = await self._service.encode_chat(_checked(request.messages))
-            async with aclosing(self._run(prompt, sampling, request, record, prompt_name="messages")) as responses:
+            deadline = self._deadline(request)
+            prompt = await deadline.bound(self._service.encode_chat(_checked(request.messages)))
+            running = self._run(prompt, sampling, request, deadline, record, prompt_name="messages")
+            async with aclosing(running) as responses:
                 async for response in responses:
                     yield response
 
@@ -95,6 +99,7 @@ class GrpcApi:
         prompt: Sequence[int],
         sampling: SamplingParams,
         request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
+        deadline: Deadline,
         record: RequestRecord,
         *,
         prompt_name: str = "prompt",
@@ -103,7 +108,7 @@ class GrpcApi:
             raise InvalidRequestError("request_id", f"must be printable and at most {MAX_REQUEST_ID} characters")
         self._service.check(prompt, sampling, names={"prompt": prompt_name})
         generation = self._service.generate(
-            prompt, sampling, priority=request.priority, request_id=request.request_id or None
+            prompt, sampling, priority=request.priority, request_id=request.request_id or None, deadline=deadline
         )
         samples = [_Sample() for _ in range(sampling.n)]
         record.follow(
@@ -135,6 +140,9 @@ class GrpcApi:
                         None if output.finish_reason is None else usage_of(sample),
                         self._service.vocabulary,
                     )
+
+    def _deadline(self, request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest) -> Deadline:
+        return self._service.deadline(request.timeout_s if request.HasField("timeout_s") else None)
 
     def _check_model(self, name: str) -> None:
         if name != self._model_name:

@@ -4,9 +4,15 @@ from dataclasses import dataclass
 
 import grpc
 
-from pagoda.cluster.ingress.http_errors import RETRY_AFTER_S
+from pagoda.cluster.ingress.refusals import retry_after_s
 from pagoda.cluster.ingress.service import RequestAbortedError
-from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
+from pagoda.worker.errors import (
+    DeadlineExceededError,
+    EngineStoppedError,
+    InvalidRequestError,
+    OverloadedError,
+    PagodaError,
+)
 from pagoda.worker.quoting import shortened
 
 
@@ -29,6 +35,8 @@ def status_of(error: PagodaError) -> GrpcStatus:
             code = grpc.StatusCode.INVALID_ARGUMENT
         case OverloadedError():
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        case DeadlineExceededError():
+            code = grpc.StatusCode.DEADLINE_EXCEEDED
         case RequestAbortedError():
             code = grpc.StatusCode.ABORTED
         case EngineStoppedError():
@@ -36,5 +44,5 @@ def status_of(error: PagodaError) -> GrpcStatus:
         case _:
             code = grpc.StatusCode.INTERNAL
     may_try_again = code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
-    metadata = (("retry-after", str(RETRY_AFTER_S)),) if may_try_again else ()
+    metadata = (("retry-after", str(retry_after_s(error))),) if may_try_again else ()
     return GrpcStatus(code, shortened(str(error)), metadata)

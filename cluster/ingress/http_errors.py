@@ -12,14 +12,21 @@ from starlette.responses import Response
 
 from pagoda.cluster.ingress.error_body import error_body
 from pagoda.cluster.ingress.problems import first_problem
+from pagoda.cluster.ingress.refusals import retry_after_s
 from pagoda.cluster.ingress.request_id import request_id_headers
-from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
+from pagoda.cluster.ingress.tenant_limits import TenantLimitError
+from pagoda.worker.errors import (
+    DeadlineExceededError,
+    EngineStoppedError,
+    InvalidRequestError,
+    OverloadedError,
+    PagodaError,
+)
 
 logger = logging.getLogger(__name__)
 
 ERRORS = (ValidationError, HTTPException, ClientDisconnect, PagodaError, Exception)
 """What `answer_error` is registered for."""
-RETRY_AFTER_S = 1
 CLIENT_CLOSED_REQUEST = 499
 
 
@@ -34,7 +41,7 @@ async def answer_error(http: HttpRequest, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         headers = headers | dict(error.headers or {})
     if status in (429, 503):
-        headers = headers | {"Retry-After": str(RETRY_AFTER_S)}
+        headers = headers | {"Retry-After": str(retry_after_s(error))}
     return JSONResponse(body, status_code=status, headers=headers)
 
 
@@ -49,8 +56,12 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return 404, error_body(str(error), kind=invalid, param=error.field, code="model_not_found")
         case InvalidRequestError():
             return 400, error_body(str(error), kind=invalid, param=error.field)
+        case TenantLimitError():
+            return 429, error_body(str(error), kind="rate_limit_error", code="rate_limit_exceeded")
         case OverloadedError():
             return 429, error_body(str(error), kind="rate_limit_error", code="overloaded")
+        case DeadlineExceededError():
+            return 504, error_body(str(error), kind="server_error", code="deadline_exceeded")
         case EngineStoppedError():
             return 503, error_body(str(error), kind="server_error", code="unavailable")
         case PagodaError():

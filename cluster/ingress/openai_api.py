@@ -48,13 +48,15 @@ class OpenAiApi:
         body.check()
         sampling = body.sampling_params(default_max_tokens=None)
         options = body.chat_options()
-        prompt = await self._service.encode_chat([message.for_template() for message in body.messages], options)
+        deadline = self._service.deadline(body.timeout_s)
+        messages = [message.for_template() for message in body.messages]
+        prompt = await deadline.bound(self._service.encode_chat(messages, options))
         names = {"prompt": "messages"}
         if body.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         self._service.check(prompt, sampling, names=names)
         generation = self._service.generate(
-            prompt, sampling, priority=body.priority or 0, request_id=request_id_of(http)
+            prompt, sampling, priority=body.priority or 0, request_id=request_id_of(http), deadline=deadline
         )
         prompts = [Prompt(prompt, body.messages[-1].text if body.echo else None)]
         builder = self._builder("chat", http, body, prompts, sampling, body.num_logprobs)
@@ -72,7 +74,8 @@ class OpenAiApi:
             raise InvalidRequestError(
                 "prompt", f"{len(body.prompts)} prompts with n={sampling.n}: at most {room} samples"
             )
-        prompts = [await self._encode(body, prompt) for prompt in body.prompts]
+        deadline = self._service.deadline(body.timeout_s)
+        prompts = [await deadline.bound(self._encode(body, prompt)) for prompt in body.prompts]
         for prompt in prompts:
             self._service.check(prompt, sampling)
         shown = [
@@ -80,7 +83,9 @@ class OpenAiApi:
             for prompt, tokens in zip(body.prompts, prompts, strict=True)
         ]
         generations = [
-            self._service.generate(p, sampling, priority=body.priority or 0, request_id=request_id_of(http))
+            self._service.generate(
+                p, sampling, priority=body.priority or 0, request_id=request_id_of(http), deadline=deadline
+            )
             for p in prompts
         ]
         if body.is_prompt_only:

@@ -13,7 +13,7 @@ stopped. One that has got further since the last death is not to blame. No netwo
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pagoda.worker.errors import PagodaError
+from pagoda.worker.errors import OverloadedError, PagodaError
 from pagoda.worker.types import Request, SampleProgress, SequenceOutput, attempt_id
 
 MAX_DEATHS_TOGETHER = 2
@@ -49,6 +49,8 @@ class RequestProgress:
         self._num_deaths_here = 0
         """Since it last got further."""
         self._is_accepted = False
+        self._was_accepted = False
+        """As this attempt began."""
         self._is_on_worker = False
 
     @property
@@ -63,6 +65,7 @@ class RequestProgress:
     def attempt(self) -> Request:
         """The request as the next worker gets it, under a name of its own."""
         number, self._is_on_worker = self._num_attempts, False
+        self._was_accepted = self._is_accepted
         self._num_attempts += 1
         if number == 0:
             return self._request
@@ -80,6 +83,12 @@ class RequestProgress:
         """A worker has taken it; one that shall run it alone has begun with it."""
         self._is_accepted = True
         self._is_on_worker = True
+
+    def refuse(self, error: PagodaError) -> None:
+        """A worker does not keep it. If that was the first to take it, it is new again: nothing was done for it."""
+        if isinstance(error, OverloadedError) and not self._was_accepted:
+            self._is_accepted = False
+        self._is_on_worker = False
 
     def take(self, outputs: Sequence[SequenceOutput]) -> None:
         """Remember what came. What a later worker says of cached tokens is corrected to what the first one said."""

@@ -113,13 +113,14 @@ class ResumingClient:
         if request.sampling.seed is None:  # whoever goes on with it must draw the same numbers
             seed = secrets.randbelow(MAX_SEED + 1)
             request = replace(request, sampling=replace(request.sampling, seed=seed))
+        begin_s = asyncio.get_running_loop().time()
         progress = RequestProgress(request)
         live = self._live[request.request_id] = _Live(progress)
         avoided: set[str] = set()
         try:
             while not progress.has_ended:
                 live.check_not_aborted()
-                attempt = progress.attempt()
+                attempt = _with_what_is_left(progress.attempt(), begin_s)
                 ranked = () if self._placer is None else await self._placer.rank(attempt, exclude=avoided)
                 try:
                     async with contextlib.aclosing(self._try(attempt, ranked, live)) as batches:
@@ -130,6 +131,7 @@ class ResumingClient:
                 except WorkerLostError as error:
                     self._go_on(live, attempt, error)
                 except (OverloadedError, WorkerStoppingError) as error:
+                    progress.refuse(error)
                     live.num_failures += 1
                     is_final = live.num_failures >= MAX_TRIES or not isinstance(error, _OTHERS_MAY_TAKE_IT)
                     if is_final and not progress.is_accepted:
@@ -210,6 +212,13 @@ class ResumingClient:
             if not outputs.is_ended:  # the cancellation of the call may not reach the worker
                 self._sessions.abort_everywhere(attempt.request_id)
             self._sessions.close(attempt.request_id)
+
+
+def _with_what_is_left(attempt: Request, begin_s: float) -> Request:
+    """Of the time that the request had when it began."""
+    if attempt.timeout_s is None:
+        return attempt
+    return replace(attempt, timeout_s=attempt.timeout_s - (asyncio.get_running_loop().time() - begin_s))
 
 
 def _until_failed(batch: list[SequenceOutput]) -> list[SequenceOutput]:

@@ -17,12 +17,15 @@ import uvicorn
 
 from pagoda.cluster.ingress.http import build_http_app
 from pagoda.cluster.ingress.local import LocalWorkerClient
+from pagoda.cluster.ingress.metrics import IngressMetrics
 from pagoda.cluster.ingress.service import InferenceService
 from pagoda.worker.async_engine import AsyncEngine
 from pagoda.worker.config import EngineConfig
 from pagoda.worker.tokenizer import Tokenizer
 
 DEADLINE_S = 30.0
+MAX_TIMEOUT_S = 600.0
+"""Of requests."""
 
 
 def wait_until(is_so: Callable[[], bool], what: str, *, deadline_s: float = DEADLINE_S) -> None:
@@ -98,8 +101,15 @@ class LocalServer:
 def serve_locally(config: EngineConfig, *, model_name: str) -> Iterator[LocalServer]:
     """Load an engine and serve it until the end of the block."""
     engine = AsyncEngine(config, progress=lambda *_: None)
-    service = InferenceService(Tokenizer(config.model_path), LocalWorkerClient(engine), engine.limits)
-    app = build_http_app(service, model_name=model_name)
+    metrics = IngressMetrics(ingress="local")
+    service = InferenceService(
+        Tokenizer(config.model_path),
+        LocalWorkerClient(engine),
+        engine.limits,
+        max_timeout_s=MAX_TIMEOUT_S,
+        on_refused=metrics.refused,
+    )
+    app = build_http_app(service, model_name=model_name, metrics=metrics)
     # The socket listens before the server runs, so that no request can come too early.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))

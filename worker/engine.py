@@ -12,9 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from pagoda.worker.block_hash import BlockHash, HashDomain
+from pagoda.worker.block_hash import HashChain, HashDomain
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.errors import (
     EngineStoppedError,
@@ -93,7 +93,7 @@ def check_request(prompt_token_ids: Iterable[int], sampling: SamplingParams, lim
 class _Add:
     request: Request
     seed: int
-    hash_root: BlockHash | None
+    hash_chain: HashChain | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +173,13 @@ class Engine:
             EngineStoppedError: the engine drains, was shut down or died.
         """
         check_request(request.prompt_token_ids, request.sampling, self.limits)
+        if not 0 <= request.num_public_tokens <= len(request.prompt_token_ids):
+            raise InvalidRequestError("num_public_tokens", f"{request.num_public_tokens} is not within the prompt")
         num_samples = request.sampling.n
         seed = request.sampling.seed
-        root: BlockHash | None = replace(self._hash_domain, salt=request.salt).root()
+        chain: HashChain | None = self._hash_domain.chain(request.salt, num_public_tokens=request.num_public_tokens)
         if request.sampling.prompt_logprobs is not None:
-            root = None  # a token found in the cache is not computed, so nothing could tell its log probability
+            chain = None  # a token found in the cache is not computed, so nothing could tell its log probability
         with self._wake:
             if not self._accepting:
                 raise EngineStoppedError("the engine takes no requests any more")
@@ -187,7 +189,7 @@ class Engine:
                 raise OverloadedError(f"{self._num_live_sequences} sequences run or wait already")
             self._live[request.request_id] = set(range(num_samples))
             self._num_live_sequences += num_samples
-            self._inbox.append(_Add(request, secrets.randbelow(MAX_SEED + 1) if seed is None else seed, root))
+            self._inbox.append(_Add(request, secrets.randbelow(MAX_SEED + 1) if seed is None else seed, chain))
             self._wake.notify_all()
 
     def abort(self, request_id: RequestId, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -264,7 +266,7 @@ class Engine:
             self._inbox.clear()
         for command in commands:
             if isinstance(command, _Add):
-                self._scheduler.add(command.request, seed=command.seed, hash_root=command.hash_root)
+                self._scheduler.add(command.request, seed=command.seed, hash_chain=command.hash_chain)
                 if self._reporter is not None:
                     self._reporter.admitted(command.request.request_id)
             else:

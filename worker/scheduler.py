@@ -21,7 +21,7 @@ Rules that hold at all times:
 from bisect import insort
 from operator import attrgetter
 
-from pagoda.worker.block_hash import BlockHash
+from pagoda.worker.block_hash import HashChain
 from pagoda.worker.config import EngineLimits, SchedulerConfig
 from pagoda.worker.cost_model import StepShape
 from pagoda.worker.engine_load import EngineLoad
@@ -83,8 +83,8 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
-    def add(self, request: Request, *, seed: int, hash_root: BlockHash | None) -> None:
-        """Queue a validated request's samples. `hash_root` None keeps it out of the prefix cache."""
+    def add(self, request: Request, *, seed: int, hash_chain: HashChain | None) -> None:
+        """Queue a validated request's samples. `hash_chain` None keeps it out of the prefix cache."""
         if request.request_id in self._requests:
             raise IntegrityError(f"request {request.request_id} is here already")
         self._arrivals += 1
@@ -94,7 +94,7 @@ class Scheduler:
             seed=seed,
             max_model_len=self.limits.max_model_len,
             eos_token_ids=self.eos_token_ids,
-            hash_root=hash_root,
+            hash_chain=hash_chain,
             block_size=self.manager.block_size,
         )
         self._requests[request.request_id] = samples

@@ -1,5 +1,7 @@
 """Random requests, aborts, failures and evictions, on a rank that knows what each slot must hold."""
 
+from os.path import commonprefix
+
 from fakes import Failure, Replica
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -27,6 +29,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([1, 2, 3, 8]),
         max_num_batched_tokens=st.sampled_from([1, 4, 7, 16, 64]),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
+        num_declared_tokens=st.sampled_from([0, 5, 8, 24]),
     )
     def start(
         self,
@@ -37,7 +40,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool,
+        num_declared_tokens: int,
     ) -> None:
+        self.public_prefix = TRUNKS[2][:num_declared_tokens]
         self.replica = Replica(
             num_blocks=num_tokens // block_size * len(windows),
             block_size=block_size,
@@ -54,7 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=prompts,
         turn_after=st.one_of(st.none(), st.sampled_from(NAMES)),
         priority=st.sampled_from([0, 0, 0, 1, 2]),
-        salt=st.sampled_from([b"", b"", b"", b"tenant", None]),
+        salt=st.sampled_from([b"", b"", b"tenant", b"tenant", b"other", None]),
         n=st.sampled_from([1, 1, 2, 4]),
         max_tokens=st.one_of(st.none(), st.integers(1, MAX_OUTPUT_TOKENS)),
         min_tokens=st.sampled_from([0, 0, 4]),
@@ -66,7 +71,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
     )
     def add(
-        self, *, name: str, prompt: tuple[int, ...], turn_after: str | None, max_tokens: int | None, **options: object
+        self,
+        *,
+        name: str,
+        prompt: tuple[int, ...],
+        turn_after: str | None,
+        max_tokens: int | None,
+        **options: object,
     ) -> None:
         """Add a request that the engine would accept, unless one of that name still runs.
 
@@ -81,7 +92,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         room = self.replica.limits.max_model_len - len(prompt)
         max_tokens = None if max_tokens is None else min(max_tokens, room)
         options["min_tokens"] = min(options["min_tokens"], room if max_tokens is None else max_tokens)
-        self.replica.add(name, prompt, max_tokens=max_tokens, **options)
+        num_public_tokens = len(commonprefix([prompt, self.public_prefix]))
+        self.replica.add(name, prompt, max_tokens=max_tokens, num_public_tokens=num_public_tokens, **options)
 
     @rule(name=st.sampled_from(NAMES))
     def abort(self, *, name: str) -> None:

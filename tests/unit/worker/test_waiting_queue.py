@@ -18,7 +18,7 @@ def sequence(arrival: int, *, priority: int = 0) -> Sequence:
         seed=0,
         max_model_len=16,
         eos_token_ids=frozenset(),
-        hash_root=None,
+        hash_chain=None,
         block_size=4,
     )
     return sample

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
 from pagoda.cluster.listening import HOSTS
@@ -23,6 +24,8 @@ class ClusterConfig:
     port: int = 8000
     grpc_port: int = 0
     """0 leaves gRPC out."""
+    tenants_path: Path | None = None
+    """The file that says whose keys are taken; None takes everybody. On several machines, each has it there."""
     max_body_bytes: int = MAX_BODY_BYTES
     """Largest HTTP request body."""
     num_workers: int = 1

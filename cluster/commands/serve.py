@@ -17,6 +17,7 @@ from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
 from pagoda.cluster.listening import problem_with_listening
 from pagoda.cluster.logs import LOG_LEVELS, LogLevel
+from pagoda.cluster.tenants_file import read_tenants_file
 from pagoda.worker.config import EngineLimits, require_in_range
 from pagoda.worker.engine_plan import plan_engine
 from pagoda.worker.errors import ConfigError
@@ -32,6 +33,12 @@ _START_CHECK_PERIOD_S = 0.1
 @click.option("--host", default="127.0.0.1", help="Address to listen on: 127.0.0.1, or 0.0.0.0 for all of IPv4.")
 @click.option("--port", type=int, default=8000, help="HTTP port.")
 @click.option("--grpc-port", type=int, default=9000, help="gRPC port; 0 serves no gRPC.")
+@click.option(
+    "--tenants",
+    "tenants_path",
+    type=click.Path(path_type=Path),
+    help="YAML file of tenants and their keys, read again when it changes.  [default: no keys are asked for]",
+)
 @click.option("--max-body-mib", type=float, default=MAX_BODY_BYTES / 2**20, help="Largest HTTP request body, MiB.")
 @click.option("--workers", "num_workers", type=int, default=1, help="Worker replicas.")
 @click.option("--ingresses", "num_ingresses", type=int, default=1, help="HTTP processes.")
@@ -49,6 +56,7 @@ def serve(
     host: str,
     port: int,
     grpc_port: int,
+    tenants_path: Path | None,
     max_body_mib: float,
     num_workers: int,
     num_ingresses: int,
@@ -72,6 +80,7 @@ def serve(
         host=host,
         port=port,
         grpc_port=grpc_port,
+        tenants_path=None if tenants_path is None else tenants_path.absolute(),
         max_body_bytes=int(max_body_mib * 2**20),
         num_workers=num_workers,
         num_ingresses=num_ingresses,
@@ -80,6 +89,8 @@ def serve(
         drain_s=drain_s,
         log_level=log_level or ("info" if is_verbose else "warning"),
     )
+    if config.tenants_path is not None:
+        read_tenants_file(config.tenants_path)
     if print_config:
         click.echo(dump_config(click.get_current_context()), nl=False)
         return

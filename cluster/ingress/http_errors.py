@@ -13,6 +13,7 @@ from starlette.responses import Response
 from pagoda.cluster.ingress.error_body import error_body
 from pagoda.cluster.ingress.problems import first_problem
 from pagoda.cluster.ingress.request_id import request_id_headers
+from pagoda.cluster.ingress.tenant_registry import NotAllowedError, UnauthenticatedError
 from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,10 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return 404, error_body(str(error), kind=invalid, param=error.field, code="model_not_found")
         case InvalidRequestError():
             return 400, error_body(str(error), kind=invalid, param=error.field)
+        case UnauthenticatedError():
+            return 401, error_body(str(error), kind=invalid, code="invalid_api_key")
+        case NotAllowedError():
+            return 403, error_body(str(error), kind=invalid, code="insufficient_permissions")
         case OverloadedError():
             return 429, error_body(str(error), kind="rate_limit_error", code="overloaded")
         case EngineStoppedError():

@@ -1,11 +1,11 @@
 """Random requests, aborts, failures and evictions, on a rank that knows what each slot must hold."""
 
-from os.path import commonprefix
-
 from fakes import Failure, Replica
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from pagoda.cluster.public_prefixes import PublicPrefixes
 
 NAMES = [f"r{i}" for i in range(12)]
 """Few, so that ids are used again, and turns follow each other."""
@@ -42,7 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching: bool,
         num_declared_tokens: int,
     ) -> None:
-        self.public_prefix = TRUNKS[2][:num_declared_tokens]
+        self.public_prefixes = PublicPrefixes([TRUNKS[2][:num_declared_tokens]])
         self.replica = Replica(
             num_blocks=num_tokens // block_size * len(windows),
             block_size=block_size,
@@ -92,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         room = self.replica.limits.max_model_len - len(prompt)
         max_tokens = None if max_tokens is None else min(max_tokens, room)
         options["min_tokens"] = min(options["min_tokens"], room if max_tokens is None else max_tokens)
-        num_public_tokens = len(commonprefix([prompt, self.public_prefix]))
+        num_public_tokens = self.public_prefixes.num_public_tokens(prompt)
         self.replica.add(name, prompt, max_tokens=max_tokens, num_public_tokens=num_public_tokens, **options)
 
     @rule(name=st.sampled_from(NAMES))

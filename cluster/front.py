@@ -30,6 +30,7 @@ from pagoda.cluster.public_prefixes import tokenised
 from pagoda.cluster.tenants_file import TenantsFile
 from pagoda.cluster.worker_client import ServeWorkerClient
 from pagoda.proto import inference_pb2 as pb
+from pagoda.worker.cluster_tls import ClusterTls
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.errors import PagodaError
 from pagoda.worker.tokenizer import Tokenizer
@@ -47,15 +48,16 @@ class Front:
         token: str,
         workers_app: str,
         directories: Sequence[Resolve],
+        tls: ClusterTls | None = None,
     ) -> None:
         """`token` opens the workers' sessions; `workers_app` is the application that the workers belong to."""
         log_through_serve(config.log_level)
         ingress_id = uuid.uuid4().hex
         self._metrics = IngressMetrics(ingress=ingress_id)
         self._config = config
-        self._sessions = WorkerSessions(ingress_id, token=token)
+        self._sessions = WorkerSessions(ingress_id, token=token, tls=tls)
         handle = serve.get_deployment_handle("Worker", app_name=workers_app)
-        self._directory = DirectoryClient(directories, token=token) if directories else None
+        self._directory = DirectoryClient(directories, token=token, tls=tls) if directories else None
         self._placer = (
             Placer(
                 self._directory,

@@ -12,6 +12,7 @@ import grpc
 
 from pagoda.proto import metrics_pb2, metrics_pb2_grpc, tokens_pb2, tokens_pb2_grpc
 from pagoda.worker.block_hash import HashDomain
+from pagoda.worker.cluster_tls import ClusterTls, dial
 from pagoda.worker.cluster_token import ClusterToken
 from pagoda.worker.errors import EngineStoppedError
 from pagoda.worker.pending_outputs import PendingOutputs
@@ -90,9 +91,10 @@ class _Session:
 class WorkerSessions:
     """Keeps one session with every worker it has heard of, until that worker is gone. One event loop."""
 
-    def __init__(self, ingress_id: str, *, token: str) -> None:
+    def __init__(self, ingress_id: str, *, token: str, tls: ClusterTls | None = None) -> None:
         self._ingress_id = ingress_id
         self._metadata = ClusterToken(token).metadata
+        self._tls = tls
         self._tasks: dict[WorkerEndpoint, asyncio.Task[None]] = {}
         self._channels: dict[WorkerEndpoint, grpc.aio.Channel] = {}
         """Of the sessions that are open or being opened."""
@@ -175,7 +177,7 @@ class WorkerSessions:
         session = _Session()
         hello = tokens_pb2.SessionHello(ingress_id=self._ingress_id)
         await session.commands.put(tokens_pb2.SessionCommand(hello=hello))
-        async with grpc.aio.insecure_channel(endpoint.address, options=_KEEPALIVE) as channel:
+        async with dial(endpoint.address, self._tls, _KEEPALIVE) as channel:
             self._channels[endpoint] = channel
             stub = tokens_pb2_grpc.TokenStreamStub(channel)
             call = stub.Session(metadata=self._metadata)

@@ -16,6 +16,10 @@ _LONG_PROMPT = 8192
 """Tokens from which on hashing takes milliseconds, which a thread of its own may spend."""
 
 
+_REASONS = frozenset({"only", "prefix", "load", "spread", "given"})
+"""A directory that says others must not make a series for each."""
+
+
 class Placer:
     """Make and use it on one event loop."""
 
@@ -65,7 +69,7 @@ class Placer:
         if answer is not None and (gone := [name for name in answer.ranked if not self._is_routable(name)]):
             # They are about to stop, or the directory has not heard yet: its load belongs where the request can go.
             answer = await self._client.place(query, exclude={*exclude, *gone}) or answer
-        self._on_placed("none" if answer is None else answer.reason)
+        self._on_placed("none" if answer is None else answer.reason if answer.reason in _REASONS else "other")
         return () if answer is None else tuple(answer.ranked)
 
     async def stats(self) -> dict[str, Any]:

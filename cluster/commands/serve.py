@@ -1,6 +1,7 @@
 """`pagoda serve`: the whole service on this machine, or on a Ray cluster that runs already."""
 
 import os
+import secrets
 import signal
 import threading
 import time
@@ -156,9 +157,7 @@ def _run(config: ClusterConfig, limits: EngineLimits, ray_address: str | None, b
         os._exit(1)
 
     say(f"starting Ray{'' if ray_address is None else f' on {ray_address}'}")
-    # Read when Ray is imported. Lines of different requests are no repetition; and once the service has ended, no
-    # thread of Serve's may look for another Ray to join.
-    os.environ.update(RAY_DEDUP_LOGS="0", RAY_ENABLE_AUTO_CONNECT="0")
+    os.environ.update(_read_at_import(starts_ray=ray_address is None))
     # It takes seconds to import.
     from pagoda.cluster.app import deploy, is_up, shut_down, start_ray, start_serve, tls_front, watch_local_cluster
 
@@ -189,6 +188,17 @@ def _run(config: ClusterConfig, limits: EngineLimits, ray_address: str | None, b
             say("stopping")
             shut_down(drain_s=config.drain_s, hurry=hurry, cluster=cluster)
             front.close()
+
+
+def _read_at_import(*, starts_ray: bool) -> dict[str, str]:
+    """What Ray reads when it is imported."""
+    # Lines of different requests are no repetition; and once the service has ended, no thread of Serve's may look for
+    # another Ray to join.
+    environment = {"RAY_DEDUP_LOGS": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}
+    if starts_ray:
+        # Ray's ports unpickle what comes, so whoever reaches one could do anything: only those who know this are heard.
+        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
+    return environment
 
 
 def _loading(config: ClusterConfig) -> str:

@@ -28,7 +28,8 @@ SCRAPE_FAILURES = Definition(
 PLACEMENTS = Definition(
     f"{PREFIX}placements_total",
     "counter",
-    "Requests placed, by the directory's reason; none: no directory answered in time, placed by load.",
+    "Requests placed, by the directory's reason; none: no directory answered in time, placed by load; "
+    "other: it gave a reason that is none.",
     ("reason",),
 )
 DEFINITIONS = (HTTP_REQUESTS, GRPC_REQUESTS, SCRAPE_FAILURES, PLACEMENTS)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from pagoda.cluster.ingress.live_requests import DrainingError, LiveRequests
+from pagoda.cluster.ingress.output_check import OutputCheck
 from pagoda.cluster.public_prefixes import PublicPrefixes
 from pagoda.cluster.tenants import ANONYMOUS, Tenant
 from pagoda.worker.chat_options import ChatOptions
@@ -233,6 +234,7 @@ class InferenceService:
             )
             for index in range(sampling.n)
         }
+        check = OutputCheck(request, self.limits)
         is_cut = False
         with self._live.running(request.request_id):
             stream = self._client.stream(request)
@@ -240,6 +242,7 @@ class InferenceService:
                 async for batch in stream:
                     pieces = []
                     for output in batch:
+                        check.check(output)
                         detokenizer = detokenizers.get(output.index)
                         if detokenizer is None:
                             continue  # a stop string ended this sample already

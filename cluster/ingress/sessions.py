@@ -186,7 +186,11 @@ class WorkerSessions:
             self._live_sessions.add(session)
             try:
                 async for batch in call:
-                    self._deliver(batch, session)
+                    try:
+                        self._deliver(batch, session)
+                    except ValueError as error:  # its requests fail, and it is dialled again
+                        logger.error("the worker at %s sends what is no batch: %s", endpoint.address, error)
+                        break
             finally:
                 writing.cancel()
                 self._live_sessions.remove(session)

@@ -3,6 +3,7 @@
 import ssl
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,15 @@ from pagoda.proto import inference_pb2 as pb
 from pagoda.proto.inference_pb2_grpc import InferenceStub
 
 PUBLIC = " ".join(f"public {n}" for n in range(40))
+LISTENING = "0A"
+UNPICKLING = (
+    "/ray.rpc.NodeInfoGcsService/GetClusterId",
+    "/ray.rpc.NodeManagerService/GetNodeStats",
+    "/ray.rpc.CoreWorkerService/PushTask",
+    "/ray.rpc.ObjectManagerService/Push",
+    "/ray.serve.ASGIService/HandleRequest",
+    "/ray.serve.ASGIService/HandleRequestWithRejection",
+)
 KEYS = {"alice": "key of alice", "bob": "key of bob", "root": "key of root"}
 TENANTS: dict[str, Any] = {
     "tenants": [
@@ -162,23 +172,46 @@ def test_only_an_operator_sees_all(guarded: Guarded) -> None:
                 assert client.get(f"{guarded.url}{path}", headers=headers).status_code == status
 
 
-def test_nothing_but_the_public_ports_listens_for_others(guarded: Guarded) -> None:
-    """As Linux tells it of every process of the service."""
-    public = {guarded.service.port, guarded.service.grpc_port}
-    found = {}
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        address, port = fields[1].split(":")
-        if fields[3] == "0A" and not address.endswith("7F"):
-            found[fields[9]] = int(port, 16)
-    own = set()
-    for pid in guarded.service.processes():
+def listening_ports(service: Service) -> set[int]:
+    """Of the service's processes, those that other machines can reach."""
+    ports = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            address, port = fields[1].split(":")
+            if fields[3] == LISTENING and not address.endswith("7F"):  # an address ends with its first byte
+                ports[f"socket:[{fields[9]}]"] = int(port, 16)
+    found = set()
+    for pid in service.processes():
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                own.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
-            except OSError:
-                continue  # closed meanwhile
-    assert {port for inode, port in found.items() if inode in own} - public == set()
+            with suppress(OSError):  # closed meanwhile
+                found.add(ports.get(str(link.readlink())))
+    return {port for port in found if port is not None}
+
+
+def status(port: int, method: str) -> grpc.StatusCode:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            channel.unary_unary(method)(b"", timeout=5)
+        except grpc.RpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+def test_whatever_unpickles_wants_the_token(guarded: Guarded) -> None:
+    """Ray and Serve listen on all addresses, and unpickle what comes: nobody else is heard, on whatever port."""
+    ports = listening_ports(guarded.service)
+    for method in UNPICKLING:
+        answers = {status(port, method) for port in ports}
+        assert grpc.StatusCode.UNAUTHENTICATED in answers, method
+        assert grpc.StatusCode.OK not in answers, method
+
+
+def test_other_ports_know_no_secret(guarded: Guarded) -> None:
+    """Serve's own gRPC ports cannot be told to listen to this machine only: the API behind them wants a key too."""
+    answers = {status(port, "/pagoda.v1.Inference/ListModels") for port in listening_ports(guarded.service)}
+    assert grpc.StatusCode.UNAUTHENTICATED in answers
+    assert grpc.StatusCode.OK not in answers
 
 
 def test_a_key_that_is_removed_ends_within_seconds(guarded: Guarded) -> None:

@@ -2,10 +2,12 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
 from pagoda.cluster.listening import HOSTS
 from pagoda.cluster.logs import LOG_LEVELS, LogLevel
+from pagoda.cluster.tls_front import TlsFiles
 from pagoda.worker.config import EngineConfig, require_in_range
 from pagoda.worker.errors import ConfigError
 
@@ -23,6 +25,12 @@ class ClusterConfig:
     port: int = 8000
     grpc_port: int = 0
     """0 leaves gRPC out."""
+    tenants_path: Path | None = None
+    """The file that says whose keys are taken; None takes everybody. On several machines, each has it there."""
+    tls: TlsFiles | None = None
+    """For HTTP and gRPC; None serves both in the clear."""
+    inner_tls: bool = True
+    """Whether workers, ingresses and directories talk to each other by TLS."""
     max_body_bytes: int = MAX_BODY_BYTES
     """Largest HTTP request body."""
     num_workers: int = 1

@@ -104,7 +104,7 @@ class Client:
         """Add a request, by default greedy."""
         prompt = tuple(range(num_tokens))
         params = SamplingParams(**({"temperature": 0.0} | sampling))
-        self.executor.roots[RequestId(name)] = salt
+        self.executor.salts[RequestId(name)] = salt
         self.engine.add(Request(RequestId(name), prompt, params, priority=priority, salt=salt, timeout_s=timeout_s))
         self.accepted += [(name, index) for index in range(params.n)]
 

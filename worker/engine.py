@@ -12,9 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from pagoda.worker.block_hash import BlockHash, HashDomain
+from pagoda.worker.block_hash import HashChain, HashDomain
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.cost_model import StepCostModel
 from pagoda.worker.errors import (
@@ -113,7 +113,7 @@ def check_progress(request: Request, limits: EngineLimits) -> None:
 class _Add:
     request: Request
     seed: int
-    hash_root: BlockHash | None
+    hash_chain: HashChain | None
     deadline_s: float | None
 
 
@@ -200,12 +200,14 @@ class Engine:
             EngineStoppedError: the engine drains, was shut down or died.
         """
         check_request(request.prompt_token_ids, request.sampling, self.limits)
+        if not 0 <= request.num_public_tokens <= len(request.prompt_token_ids):
+            raise InvalidRequestError("num_public_tokens", f"{request.num_public_tokens} is not within the prompt")
         check_progress(request, self.limits)
         live = set(request.live_samples)
         seed = request.sampling.seed
-        root: BlockHash | None = replace(self._hash_domain, salt=request.salt).root()
+        chain: HashChain | None = self._hash_domain.chain(request.salt, num_public_tokens=request.num_public_tokens)
         if request.sampling.prompt_logprobs is not None:
-            root = None  # a token found in the cache is not computed, so nothing could tell its log probability
+            chain = None  # a token found in the cache is not computed, so nothing could tell its log probability
         with self._wake:
             if not self._accepting:
                 raise EngineStoppedError("the engine takes no requests any more")
@@ -222,7 +224,7 @@ class Engine:
             self._live[request.request_id] = live
             self._num_live_sequences += len(live)
             seed = secrets.randbelow(MAX_SEED + 1) if seed is None else seed
-            self._inbox.append(_Add(request, seed, root, deadline_s))
+            self._inbox.append(_Add(request, seed, chain, deadline_s))
             self._wake.notify_all()
 
     def wait_s(self) -> float | None:
@@ -304,7 +306,7 @@ class Engine:
         for command in commands:
             if isinstance(command, _Add):
                 self._scheduler.add(
-                    command.request, seed=command.seed, hash_root=command.hash_root, deadline_s=command.deadline_s
+                    command.request, seed=command.seed, hash_chain=command.hash_chain, deadline_s=command.deadline_s
                 )
                 if self._reporter is not None:
                     self._reporter.admitted(command.request.request_id)

@@ -27,7 +27,7 @@ from bisect import insort
 from math import inf
 from operator import attrgetter
 
-from pagoda.worker.block_hash import BlockHash
+from pagoda.worker.block_hash import HashChain
 from pagoda.worker.config import EngineLimits, SchedulerConfig
 from pagoda.worker.cost_model import StepShape
 from pagoda.worker.deadlines import Deadlines, Pace
@@ -94,8 +94,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
-    def add(self, request: Request, *, seed: int, hash_root: BlockHash | None, deadline_s: float | None = None) -> None:
-        """Queue a validated request's samples. `hash_root` None keeps it out of the prefix cache.
+    def add(
+        self, request: Request, *, seed: int, hash_chain: HashChain | None, deadline_s: float | None = None
+    ) -> None:
+        """Queue a validated request's samples. `hash_chain` None keeps it out of the prefix cache.
 
         `deadline_s`, if it has one, is on the clock of the times that `expire` is told.
         """
@@ -108,7 +110,7 @@ class Scheduler:
             seed=seed,
             max_model_len=self.limits.max_model_len,
             eos_token_ids=self.eos_token_ids,
-            hash_root=hash_root,
+            hash_chain=hash_chain,
             block_size=self.manager.block_size,
         )
         self._requests[request.request_id] = samples

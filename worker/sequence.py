@@ -7,7 +7,7 @@ WAITING --admit--> RUNNING --finish--> FINISHED
 
 from enum import Enum
 
-from pagoda.worker.block_hash import BlockHash, extend_hashes
+from pagoda.worker.block_hash import BlockHash, HashChain
 from pagoda.worker.types import FinishReason, NewSequence, Request, SequenceId, SequenceOutput, TokenLogprobs
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -30,7 +30,7 @@ class Sequence:
         "charge",
         "eos_token_ids",
         "finish_reason",
-        "hash_root",
+        "hash_chain",
         "index",
         "max_tokens",
         "next_prompt_logprob",
@@ -59,7 +59,7 @@ class Sequence:
         seed: int,
         max_tokens: int,
         eos_token_ids: frozenset[int],
-        hash_root: BlockHash | None,
+        hash_chain: HashChain | None,
         block_size: int,
         parent: "Sequence | None" = None,
     ) -> None:
@@ -74,7 +74,7 @@ class Sequence:
         self.seed = seed
         self.max_tokens = max_tokens
         self.eos_token_ids = eos_token_ids
-        self.hash_root = hash_root
+        self.hash_chain = hash_chain
         """None: its blocks are neither looked up nor published."""
         self.block_size = block_size
         self.parent = parent
@@ -159,8 +159,8 @@ class Sequence:
         )
 
     def _extend_hashes(self) -> None:
-        if self.hash_root is not None:
-            extend_hashes(self.block_hashes, self.hash_root, self.token_ids, self.block_size)
+        if self.hash_chain is not None:
+            self.hash_chain.extend(self.block_hashes, self.token_ids, self.block_size)
 
 
 def samples_of(
@@ -170,7 +170,7 @@ def samples_of(
     seed: int,
     max_model_len: int,
     eos_token_ids: frozenset[int],
-    hash_root: BlockHash | None,
+    hash_chain: HashChain | None,
     block_size: int,
 ) -> list[Sequence]:
     """A validated request's samples that have not ended, each with a seed of its own.
@@ -191,7 +191,7 @@ def samples_of(
                 seed=(seed + index * _SEED_STRIDE) & _SEED_MASK,
                 max_tokens=max_tokens,
                 eos_token_ids=eos_token_ids,
-                hash_root=hash_root,
+                hash_chain=hash_chain,
                 block_size=block_size,
                 parent=parent,
             )

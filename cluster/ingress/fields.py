@@ -175,6 +175,8 @@ class GenerationFields(SamplingFields):
     """Accepted, has no effect."""
     prompt_cache_key: str | None = None
     """Accepted, has no effect: prefixes are found by their content."""
+    cache_salt: str | None = None
+    """Only requests with the same one share cached prefixes, and only those of one tenant."""
     safety_identifier: str | None = None
     """Accepted, has no effect."""
 

@@ -6,6 +6,7 @@ import grpc
 
 from pagoda.cluster.ingress.refusals import retry_after_s
 from pagoda.cluster.ingress.service import RequestAbortedError
+from pagoda.cluster.ingress.tenant_registry import NotAllowedError, UnauthenticatedError
 from pagoda.worker.errors import (
     DeadlineExceededError,
     EngineStoppedError,
@@ -33,6 +34,10 @@ def status_of(error: PagodaError) -> GrpcStatus:
             code = grpc.StatusCode.NOT_FOUND
         case InvalidRequestError():
             code = grpc.StatusCode.INVALID_ARGUMENT
+        case UnauthenticatedError():
+            code = grpc.StatusCode.UNAUTHENTICATED
+        case NotAllowedError():
+            code = grpc.StatusCode.PERMISSION_DENIED
         case OverloadedError():
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
         case DeadlineExceededError():

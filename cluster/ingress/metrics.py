@@ -29,7 +29,8 @@ SCRAPE_FAILURES = Definition(
 PLACEMENTS = Definition(
     f"{PREFIX}placements_total",
     "counter",
-    "Requests placed, by the directory's reason; none: no directory answered in time, placed by load.",
+    "Requests placed, by the directory's reason; none: no directory answered in time, placed by load; "
+    "other: it gave a reason that is none.",
     ("reason",),
 )
 LOSSES = Definition(

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from pagoda import __version__
 from pagoda.cluster.ingress.answers import AnswerBuilder, AnswerOptions, Endpoint, Prompt
+from pagoda.cluster.ingress.authentication import tenant_of
 from pagoda.cluster.ingress.fields import GenerationFields
 from pagoda.cluster.ingress.http_errors import UnknownModelError
 from pagoda.cluster.ingress.request_id import request_id_of
@@ -46,6 +47,8 @@ class OpenAiApi:
         body = ChatCompletionRequest.model_validate_json(await http.body())
         self.check_model(body.model)
         body.check()
+        tenant = tenant_of(http)
+        salt = tenant.salt(body.cache_salt)
         sampling = body.sampling_params(default_max_tokens=None)
         options = body.chat_options()
         deadline = self._service.deadline(body.timeout_s)
@@ -56,7 +59,13 @@ class OpenAiApi:
             names["max_tokens"] = "max_completion_tokens"
         self._service.check(prompt, sampling, names=names)
         generation = self._service.generate(
-            prompt, sampling, priority=body.priority or 0, request_id=request_id_of(http), deadline=deadline
+            prompt,
+            sampling,
+            priority=body.priority or 0,
+            request_id=request_id_of(http),
+            tenant=tenant,
+            salt=salt,
+            deadline=deadline,
         )
         prompts = [Prompt(prompt, body.messages[-1].text if body.echo else None)]
         builder = self._builder("chat", http, body, prompts, sampling, body.num_logprobs)
@@ -66,6 +75,8 @@ class OpenAiApi:
         body = CompletionRequest.model_validate_json(await http.body())
         self.check_model(body.model)
         body.check()
+        tenant = tenant_of(http)
+        salt = tenant.salt(body.cache_salt)
         sampling = body.sampling_params(default_max_tokens=COMPLETIONS_MAX_TOKENS)
         if len(body.prompts) > MAX_PROMPTS:
             raise InvalidRequestError("prompt", f"at most {MAX_PROMPTS} prompts in one request")
@@ -84,7 +95,13 @@ class OpenAiApi:
         ]
         generations = [
             self._service.generate(
-                p, sampling, priority=body.priority or 0, request_id=request_id_of(http), deadline=deadline
+                p,
+                sampling,
+                priority=body.priority or 0,
+                request_id=request_id_of(http),
+                tenant=tenant,
+                salt=salt,
+                deadline=deadline,
             )
             for p in prompts
         ]

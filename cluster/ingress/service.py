@@ -4,8 +4,6 @@ prompt or messages -> tokens -> a worker's stream of outputs -> text, piece by p
 """
 
 import asyncio
-import secrets
-import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
@@ -17,6 +15,7 @@ from pagoda.cluster.ingress.deadlines import Deadline, checked_timeout_s
 from pagoda.cluster.ingress.live_requests import DrainingError, LiveRequests
 from pagoda.cluster.ingress.refusals import OnRefused, refusal_reason
 from pagoda.cluster.ingress.tenant_limits import TenantGates
+from pagoda.cluster.public_prefixes import PublicPrefixes
 from pagoda.cluster.tenants import ANONYMOUS, Tenant
 from pagoda.worker.chat_options import ChatOptions
 from pagoda.worker.config import EngineLimits
@@ -129,6 +128,8 @@ class InferenceService:
         self._gates = TenantGates()
         self._tokenizer = tokenizer
         self._client = client
+        self.public_prefixes = PublicPrefixes()
+        """Whoever knows better may put others in their place, from any thread."""
         self._live = LiveRequests(client.abort)
         self._ending: set[asyncio.Task[None]] = set()
         """Requests whose answers are whole and whose workers have yet to end them."""
@@ -222,11 +223,12 @@ class InferenceService:
     ) -> Generation:
         """A generation for a checked request. Iterating it raises what the worker raises when it refuses.
 
-        Only requests of one `salt` share cached blocks. Until its `deadline` it may take; by default, `max_timeout_s`.
+        Only requests of one `salt` share cached blocks, but for those of public prefixes. Until its `deadline` it may
+        take; by default, `max_timeout_s`.
 
         Raises `DrainingError` when the service is stopping; so does iterating one that comes too late. Iterating it
         also raises `TenantLimitError` if the tenant has too much already, and `DeadlineExceededError`.
-        The engine's id begins with `request_id`. Clients may use one twice at a time, so it goes on with a random part.
+        The engine's id begins with `request_id`.
         """
         try:
             self._live.refuse_if_draining()
@@ -234,22 +236,24 @@ class InferenceService:
             self._on_refused(refusal_reason(error))
             raise
         deadline = deadline or self.deadline(None)
-        unique = uuid.uuid4().hex if request_id is None else f"{request_id}-{secrets.token_hex(8)}"
+        prompt = tuple(prompt_token_ids)
         request = Request(
-            request_id=RequestId(unique),
-            prompt_token_ids=tuple(prompt_token_ids),
+            request_id=RequestId(tenant.new_request_id(request_id)),
+            prompt_token_ids=prompt,
             sampling=sampling,
             priority=priority,
             salt=salt,
+            num_public_tokens=self.public_prefixes.num_public_tokens(prompt) if salt else 0,
             tenant=tenant.name,
             weight=tenant.weight,
             timeout_s=deadline.left_s,
         )
         return Generation(request, self._admitted(request, tenant, deadline.limit(self._text_outputs(request))))
 
-    def abort(self, request_id: str) -> None:
-        """End a running request by its id. Unknown and ended ones are ignored."""
-        self._client.abort(RequestId(request_id))
+    def abort(self, request_id: str, *, tenant: Tenant = ANONYMOUS) -> None:
+        """End a running request by its id. Unknown and ended ones are ignored, and those of others alike."""
+        if tenant.may_end(request_id):
+            self._client.abort(RequestId(request_id))
 
     def close(self) -> None:
         for pool in (self._tokenizing, self._tokenizing_aside):

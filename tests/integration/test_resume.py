@@ -89,7 +89,7 @@ class Cluster:
         self.calls = Calls(workers)
         self.losses: list[bool] = []
         """Whether the request went on, each time that one lost its worker."""
-        self.client = ResumingClient(self.calls, sessions, on_lost=self.losses.append)
+        self.client = ResumingClient(self.calls, sessions, workers[0].engine.limits, on_lost=self.losses.append)
 
     async def until_idle(self) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -295,6 +295,27 @@ def broken(_: object) -> None:
     raise RuntimeError("device error")
 
 
+async def test_worker_that_lies_is_as_good_as_lost(fake: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it said before is kept; the rest is another worker's."""
+    async with cluster(fake, 1) as quiet:
+        expected = await collect(quiet, request(GREEDY))
+    async with cluster(fake) as it:
+        liar: Any = it.workers[0].engine
+        deliver = liar._deliver
+
+        def lie(outputs: list[SequenceOutput]) -> None:
+            deliver([replace(output, token_ids=(10**6,)) for output in outputs])
+
+        outputs: dict[int, SequenceOutput] = {}
+        async with asyncio.timeout(DEADLINE_S), aclosing(it.client.stream(request(GREEDY))) as batches:
+            async for batch in batches:
+                if not outputs:
+                    monkeypatch.setattr(liar, "_deliver", lie)
+                take(outputs, batch)
+        assert len(it.calls.requests) == 2
+    assert shown(outputs) == shown(expected)
+
+
 async def test_full_worker_takes_what_another_one_had_taken(fake: EngineConfig) -> None:
     """The cluster has accepted it; a new request is refused at the same time."""
     async with cluster(fake) as it:
@@ -363,13 +384,13 @@ async def test_request_that_waited_behind_the_culprit_goes_on(fake: EngineConfig
         first = it.workers[0]
         innocent = request(replace(GREEDY, max_tokens=5), "innocent")
         stream = it.client.stream(innocent)
-        progress = RequestProgress(innocent)
+        progress = RequestProgress(innocent, first.engine.limits)
         for _ in range(MAX_DEATHS_TOGETHER):
             progress.attempt()
             progress.accept()
             progress.lose_worker(WorkerLostError("it died"))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pagoda.cluster.ingress.resuming_client.RequestProgress", lambda _: progress)
+            patch.setattr("pagoda.cluster.ingress.resuming_client.RequestProgress", lambda *_: progress)
             reading = asyncio.create_task(ends_of(stream))
             await until(lambda: first.engine.stats().num_waiting == 1)
         await first.kill()

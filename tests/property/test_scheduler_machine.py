@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from pagoda.cluster.public_prefixes import PublicPrefixes
 from pagoda.worker.deadlines import Pace
 from pagoda.worker.types import FinishReason
 
@@ -33,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_waiting=st.sampled_from([4, 8, 100]),
         max_num_batched_tokens=st.sampled_from([1, 4, 7, 16, 64]),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
+        num_declared_tokens=st.sampled_from([0, 5, 8, 24]),
     )
     def start(
         self,
@@ -44,8 +46,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_waiting: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool,
+        num_declared_tokens: int,
     ) -> None:
         self.seeds: dict[str, int] = {}
+        self.public_prefixes = PublicPrefixes([TRUNKS[2][:num_declared_tokens]])
         self.replica = Replica(
             num_blocks=num_tokens // block_size * len(windows),
             block_size=block_size,
@@ -64,7 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         turn_after=st.one_of(st.none(), st.sampled_from(NAMES)),
         priority=st.sampled_from([0, 0, 0, 1, 2]),
         tenant=st.sampled_from(sorted(WEIGHTS)),
-        salt=st.sampled_from([b"", b"", b"", b"tenant", None]),
+        salt=st.sampled_from([b"", b"", b"tenant", b"tenant", b"other", None]),
         n=st.sampled_from([1, 1, 2, 4]),
         max_tokens=st.one_of(st.none(), st.integers(1, MAX_OUTPUT_TOKENS)),
         min_tokens=st.sampled_from([0, 0, 4]),
@@ -77,7 +81,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
     )
     def add(
-        self, *, name: str, prompt: tuple[int, ...], turn_after: str | None, max_tokens: int | None, **options: object
+        self,
+        *,
+        name: str,
+        prompt: tuple[int, ...],
+        turn_after: str | None,
+        max_tokens: int | None,
+        **options: object,
     ) -> None:
         """Add a request that the engine would accept, unless one of that name still runs.
 
@@ -94,7 +104,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seeds[name] = options["seed"]
         options["min_tokens"] = min(options["min_tokens"], room if max_tokens is None else max_tokens)
         weight = WEIGHTS[str(options["tenant"])]
-        self.replica.add(name, prompt, max_tokens=max_tokens, weight=weight, **options)
+        num_public_tokens = self.public_prefixes.num_public_tokens(prompt)
+        self.replica.add(
+            name, prompt, max_tokens=max_tokens, weight=weight, num_public_tokens=num_public_tokens, **options
+        )
 
     @rule(name=st.sampled_from(NAMES))
     def abort(self, *, name: str) -> None:

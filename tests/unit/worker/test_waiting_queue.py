@@ -21,7 +21,7 @@ def sequence(arrival: int, *, priority: int = 0, tenant: str = "", weight: float
         seed=0,
         max_model_len=16,
         eos_token_ids=frozenset(),
-        hash_root=None,
+        hash_chain=None,
         block_size=4,
     )
     return sample

@@ -13,7 +13,7 @@ LENGTH, ERROR = FinishReason.LENGTH, FinishReason.ERROR
 
 
 def generations(*clients: FakeWorkerClient) -> list[Generation]:
-    return [service(client).generate([1], SamplingParams()) for client in clients]
+    return [service(client).generate([1], SamplingParams(max_tokens=None)) for client in clients]
 
 
 async def read_all(merged: list[Generation]) -> None:

@@ -27,6 +27,7 @@ from ray.serve.schema import LoggingConfig
 from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.directory_actor import ActorAddress, name_directories, start_directories, stop_directories
 from pagoda.cluster.front import Front
+from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
 from pagoda.cluster.ingress.live_requests import ABORT_GRACE_S
 from pagoda.cluster.listening import free_ports
 from pagoda.cluster.local_cluster import LocalCluster
@@ -117,6 +118,8 @@ def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
         # An old HAProxy knows only old ingresses. Where all of these are gone, it takes so many tries, within seconds,
         # until their health checks have failed and it turns to Serve's own proxy.
         "RAY_SERVE_HAPROXY_RETRIES": "20",
+        # Serve would take 2 GiB from anybody, and hold and parse it before it is asked whether it wants to.
+        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(max(config.max_body_bytes, MAX_BODY_BYTES)),
         # Its own pages listen on all interfaces; on fixed ports two services on one machine would collide.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),

@@ -28,6 +28,7 @@ from pagoda.worker.cluster_token import ClusterToken
 from pagoda.worker.errors import EngineStoppedError
 from pagoda.worker.pending_outputs import PendingOutputs
 from pagoda.worker.token_stream import encode_in_batches
+from pagoda.worker.tolerant_server import TolerantServer, UnreadableRequest
 from pagoda.worker.types import FinishReason, Request, RequestId, SequenceOutput
 
 logger = logging.getLogger(__name__)
@@ -76,8 +77,9 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
         )
         """By ingress id; pending while a request is here before its session."""
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
-        tokens_pb2_grpc.add_TokenStreamServicer_to_server(self, self._server)
-        metrics_pb2_grpc.add_WorkerMetricsServicer_to_server(self, self._server)
+        tolerant = TolerantServer(self._server)
+        tokens_pb2_grpc.add_TokenStreamServicer_to_server(self, tolerant)
+        metrics_pb2_grpc.add_WorkerMetricsServicer_to_server(self, tolerant)
 
     async def start(self, host: str) -> str:
         """Listen on a free port of `host`. Returns the address to dial."""
@@ -117,6 +119,8 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
         """One ingress's session; see the proto."""
         await self._token.check(context)
         first = await anext(request_iterator, tokens_pb2.SessionCommand())
+        if isinstance(first, UnreadableRequest):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"request: {first.problem}")
         ingress_id = first.hello.ingress_id
         if not ingress_id or (ingress_id in self._sessions and self._sessions[ingress_id].done()):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello.ingress_id: missing or in use")
@@ -147,6 +151,8 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
     async def _read_commands(self, commands: AsyncIterator[tokens_pb2.SessionCommand], session: _Session) -> None:
         try:
             async for command in commands:
+                if isinstance(command, UnreadableRequest):
+                    break  # who sends such things may mean something else by the others
                 if command.HasField("abort"):
                     abort = command.abort
                     index = abort.index if abort.HasField("index") else None

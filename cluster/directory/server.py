@@ -15,13 +15,13 @@ from grpc_reflection.v1alpha import reflection
 
 from pagoda.cluster.directory.checks import MismatchError, StaleEpochError, UnknownModelError
 from pagoda.cluster.directory.state import DirectoryState
-from pagoda.cluster.tolerant_server import TolerantServer, UnreadableRequest
 from pagoda.proto import directory_pb2 as pb
 from pagoda.proto import directory_pb2_grpc
 from pagoda.worker.cluster_tls import ClusterTls, listen
 from pagoda.worker.cluster_token import ClusterToken
 from pagoda.worker.errors import InvalidRequestError
 from pagoda.worker.quoting import shortened
+from pagoda.worker.tolerant_server import TolerantServer, UnreadableRequest
 
 logger = logging.getLogger(__name__)
 

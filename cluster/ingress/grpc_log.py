@@ -17,8 +17,8 @@ import grpc
 from pagoda.cluster.ingress.grpc_errors import status_of
 from pagoda.cluster.ingress.metrics import IngressMetrics
 from pagoda.cluster.ingress.request_log import RequestRecord
-from pagoda.cluster.tolerant_server import UnreadableRequest
 from pagoda.worker.errors import InvalidRequestError, PagodaError
+from pagoda.worker.tolerant_server import UnreadableRequest
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from pagoda.cluster.tolerant_server import TolerantServer
 from pagoda.proto.inference_pb2_grpc import add_InferenceServicer_to_server
+from pagoda.worker.tolerant_server import TolerantServer
 
 
 def add_inference(servicer: Any, server: Any) -> None:

@@ -127,6 +127,15 @@ def test_grpc_wants_tls_and_a_key(guarded: Guarded) -> None:
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+def test_a_stranger_cannot_fill_the_memory_by_grpc(guarded: Guarded) -> None:
+    """A message is held, and parsed, before anybody can ask for a key; by default Serve takes 2 GiB."""
+    with guarded.grpc() as channel:
+        request = pb.TokenizeRequest(model=MODEL, text="x" * (5 * 2**20))
+        with pytest.raises(grpc.RpcError) as caught:
+            InferenceStub(channel).Tokenize(request, timeout=DEADLINE_S)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 def test_nobody_ends_anothers_request(guarded: Guarded) -> None:
     request = pb.GenerateRequest(model=MODEL, text="a", sampling=pb.Sampling(max_tokens=3000, ignore_eos=True))
     with guarded.grpc() as channel:

@@ -338,3 +338,17 @@ def test_endpoint_survives_the_way_through_serve() -> None:
     endpoint = WorkerEndpoint("127.0.0.1:1", "boot")
     assert WorkerEndpoint.from_metadata(endpoint.as_metadata()) == endpoint
     assert WorkerEndpoint.from_metadata({}) is None
+
+
+async def test_bytes_that_are_no_command(engine: AsyncEngine) -> None:
+    """gRPC itself would answer UNKNOWN, and not say what is wrong. Behind a hello they end the session."""
+    hello = tokens_pb2.SessionCommand(hello=tokens_pb2.SessionHello(ingress_id="odd")).SerializeToString()
+    async with started(engine) as (_, endpoint), grpc.aio.insecure_channel(endpoint.address) as channel:
+        method = channel.stream_stream("/pagoda.v1.TokenStream/Session")
+        metadata = (("authorization", f"Bearer {TOKEN}"),)
+        for commands, code in (
+            ([b"\xff\xff"], grpc.StatusCode.INVALID_ARGUMENT),
+            ([hello, b"\xff\xff"], grpc.StatusCode.OK),
+        ):
+            call = method(iter(commands), metadata=metadata)
+            assert await asyncio.wait_for(call.code(), DEADLINE_S) is code

@@ -21,11 +21,12 @@ from pagoda.cluster.ingress.grpc_health import GrpcHealth
 from pagoda.cluster.ingress.grpc_log import GrpcLog
 from pagoda.cluster.ingress.http import build_http_app
 from pagoda.cluster.ingress.metrics import IngressMetrics
+from pagoda.cluster.ingress.resuming_client import ResumingClient
 from pagoda.cluster.ingress.service import InferenceService
 from pagoda.cluster.ingress.sessions import WorkerEndpoint, WorkerSessions
 from pagoda.cluster.logs import log_through_serve
 from pagoda.cluster.placer import Placer
-from pagoda.cluster.worker_client import ServeWorkerClient
+from pagoda.cluster.worker_client import ServeWorkerCalls
 from pagoda.proto import inference_pb2 as pb
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.errors import PagodaError
@@ -50,7 +51,7 @@ class Front:
         ingress_id = uuid.uuid4().hex
         self._metrics = IngressMetrics(ingress=ingress_id)
         self._config = config
-        self._sessions = WorkerSessions(ingress_id, token=token)
+        self._sessions = WorkerSessions(ingress_id, token=token, on_session=known_workers.WORKERS.note_session)
         handle = serve.get_deployment_handle("Worker", app_name=workers_app)
         self._directory = DirectoryClient(directories, token=token) if directories else None
         self._placer = (
@@ -59,12 +60,12 @@ class Front:
                 config.served_model_name,
                 lambda: known_workers.WORKERS.hash_domain,
                 on_placed=self._metrics.placed,
-                is_routable=lambda boot_id: boot_id in known_workers.WORKERS.boot_ids,
+                is_routable=known_workers.WORKERS.is_usable,
             )
             if self._directory is not None
             else None
         )
-        client = ServeWorkerClient(handle, self._sessions, ingress_id, self._placer)
+        client = ResumingClient(ServeWorkerCalls(handle, ingress_id), self._sessions, self._placer)
         self._service = InferenceService(Tokenizer(config.engine.model_path), client, limits)
         grpc_log = GrpcLog(self._metrics)
         self._grpc = GrpcApi(self._service, config.served_model_name, grpc_log)

@@ -16,6 +16,7 @@ class KnownWorkers:
     def __init__(self) -> None:
         self._endpoints: frozenset[WorkerEndpoint] = frozenset()
         self._boot_ids: frozenset[str] = frozenset()
+        self._lost: set[str] = set()
         self._listener: Callable[[frozenset[WorkerEndpoint]], None] | None = None
 
     def listen(self, listener: Callable[[frozenset[WorkerEndpoint]], None]) -> None:
@@ -28,6 +29,21 @@ class KnownWorkers:
         """Of the workers that can be routed to."""
         return self._boot_ids
 
+    def is_usable(self, boot_id: str) -> bool:
+        """Whether it can be routed to and is not lost."""
+        return boot_id in self._boot_ids and boot_id not in self._lost
+
+    def is_lost(self, boot_id: str) -> bool:
+        """Whether the session with it has ended and has not begun again: Serve hears of a death seconds later."""
+        return boot_id in self._lost
+
+    def note_session(self, endpoint: WorkerEndpoint, is_open: bool) -> None:
+        """A session with it has begun, or has ended."""
+        if is_open:
+            self._lost.discard(endpoint.boot_id)
+        elif endpoint.boot_id in self._boot_ids:
+            self._lost.add(endpoint.boot_id)
+
     @property
     def hash_domain(self) -> HashDomain | None:
         """What the hashes of the workers' blocks begin with; None as long as none has said so."""
@@ -37,6 +53,7 @@ class KnownWorkers:
         if endpoints != self._endpoints:
             self._endpoints = endpoints
             self._boot_ids = frozenset(endpoint.boot_id for endpoint in endpoints)
+            self._lost &= self._boot_ids
             if self._listener is not None:
                 self._listener(endpoints)
 

@@ -141,10 +141,7 @@ class Worker:
 
 
 def _end_replica(error: RankLostError) -> None:
-    """At once: whoever waits for this worker's first token is then served by another, as when a worker dies.
-
-    An engine that dies in good order would tell them all that they have failed.
-    """
+    """At once, as when a worker is killed: its requests go on at another one."""
     logger.error("%s; the replica ends, and all its ranks", error)
     logging.shutdown()
     os._exit(1)

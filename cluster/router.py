@@ -35,10 +35,20 @@ class PrefixAffinityRouter(RequestRouter):
         if pending_request is not None:
             # Without this a full deployment would be asked again at once, for ever.
             pending_request.routing_context.should_backoff = True
+            candidate_replicas = _without_lost(candidate_replicas)
             if ranked := _ranked(pending_request, candidate_replicas):
                 return ranked
         shuffled = random.sample(candidate_replicas, len(candidate_replicas))
         return [shuffled[:2], shuffled[2:]]
+
+
+def _without_lost(candidates: list[RunningReplica]) -> list[RunningReplica]:
+    """Those that have not just died, as far as this process knows; all of them if that leaves none."""
+    return [each for each in candidates if not known_workers.WORKERS.is_lost(_boot_id(each))] or candidates
+
+
+def _boot_id(replica: RunningReplica) -> str:
+    return str((replica.replica_metadata or {}).get("boot_id", ""))
 
 
 def _ranked(request: PendingRequest, candidates: list[RunningReplica]) -> list[list[RunningReplica]]:
@@ -53,7 +63,7 @@ def _ranked(request: PendingRequest, candidates: list[RunningReplica]) -> list[l
     known: list[tuple[int, RunningReplica]] = []
     others: list[RunningReplica] = []
     for replica in candidates:
-        place = places.get((replica.replica_metadata or {}).get("boot_id"))
+        place = places.get(_boot_id(replica))
         if place is None:
             others.append(replica)
         else:

@@ -21,12 +21,14 @@ FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
 
 class SessionCommand(_message.Message):
-    __slots__ = ("hello", "abort")
+    __slots__ = ("hello", "abort", "owned")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    OWNED_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     abort: Abort
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    owned: Owned
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., owned: _Optional[_Union[Owned, _Mapping]] = ...) -> None: ...
 
 class SessionHello(_message.Message):
     __slots__ = ("ingress_id",)
@@ -43,6 +45,12 @@ class Abort(_message.Message):
     index: int
     is_complete: bool
     def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., is_complete: _Optional[bool] = ...) -> None: ...
+
+class Owned(_message.Message):
+    __slots__ = ("request_ids",)
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TokenBatch(_message.Message):
     __slots__ = ("outputs", "request_ids", "indexes", "token_ids", "num_cached_tokens")

@@ -3,13 +3,14 @@
 import zlib
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Literal
 
 from pagoda.worker.block_hash import BlockHash, hash_blocks
 from pagoda.worker.block_pool import BlockKey, BlockPool
 from pagoda.worker.config import EngineLimits, SchedulerConfig
+from pagoda.worker.engine import check_progress
 from pagoda.worker.kv_events import AllBlocksCleared, BlockStored, KVEventLog
 from pagoda.worker.kv_manager import KVManager
 from pagoda.worker.kv_spec import KVCacheGroup, KVCacheSpec
@@ -21,6 +22,7 @@ from pagoda.worker.types import (
     NewSequence,
     Request,
     RequestId,
+    SampleProgress,
     SamplingParams,
     SchedulerOutput,
     SequenceId,
@@ -305,12 +307,39 @@ class Replica:
         self._take(outputs)
         return outputs
 
+    def resume(self, name: str, num_received: int, *, seed: int, runs_alone: bool = False) -> None:
+        """Go on with a request whose samples have ended, as a worker that has never heard of it would.
+
+        Those that were aborted or failed are as good as lost with another worker: of what each of them got,
+        `num_received` tokens, or all if there are not so many, have reached whoever asks to go on.
+        """
+        request = self.requests[RequestId(name)]
+        progress, num_told = [], 0
+        for index in range(request.sampling.n):
+            sequence_id = SequenceId(f"{name}/{index}")
+            tokens, logprobs = self.tokens[sequence_id], self.logprobs[sequence_id]
+            has_ended = self.ends[sequence_id].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+            if not has_ended:
+                num_lost = len(tokens[num_received:])
+                del tokens[num_received:], self.ends[sequence_id]
+                if request.sampling.logprobs is not None and num_lost:
+                    del logprobs[-num_lost:]
+            if index == 0:
+                num_told = len(logprobs) - (0 if request.sampling.logprobs is None else len(tokens))
+            progress.append(SampleProgress(tuple(tokens), has_ended))
+        resumed = replace(request, progress=tuple(progress), num_told_prompt_logprobs=num_told, runs_alone=runs_alone)
+        check_progress(resumed, self.limits)
+        self.scheduler.add(resumed, seed=seed, hash_root=self.rank.roots[RequestId(name)])
+
     def step(self, failure: Failure | None = None) -> SchedulerOutput:
         """Run one step and return its plan."""
         num_preemptions = self.stats.num_preemptions
         plan = self.scheduler.schedule()
         if self.stats.num_preemptions > num_preemptions:
             assert not plan.new, "a step that preempts admits nobody"
+        running = {request_id_of(sequence_id) for sequence_id in plan.num_scheduled_tokens}
+        if any(self.scheduler._requests[request_id][0].request.runs_alone for request_id in running):
+            assert len(running) == 1, "something runs beside a request that runs alone"
         # A failed step may end before any rank has heard of its plan: then whoever runs must end with it.
         assert len(plan.num_scheduled_tokens) == self.scheduler.num_running
         assert sum(plan.num_scheduled_tokens.values()) <= self.scheduler.config.max_num_batched_tokens

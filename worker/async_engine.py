@@ -1,7 +1,7 @@
 """The engine for asyncio: outputs arrive on an event loop, and a request ends when whoever waits for it goes away."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from pagoda.worker.block_hash import HashDomain
 from pagoda.worker.build import build_engine
@@ -13,7 +13,7 @@ from pagoda.worker.local_ranks import LOCAL_RANKS
 from pagoda.worker.metrics import WorkerMetrics
 from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.tensor_parallel import OnLost, RankPlaces
-from pagoda.worker.types import FinishReason, Request, RequestId, SequenceOutput
+from pagoda.worker.types import FinishReason, Request, RequestId, SequenceOutput, is_attempt_of
 from pagoda.worker.weights import Progress
 
 Sink = Callable[[SequenceOutput], None]
@@ -25,7 +25,7 @@ class _Live:
 
     def __init__(self, request: Request, sink: Sink) -> None:
         self.sink = sink
-        self.num_samples = request.sampling.n
+        self.num_samples = len(request.live_samples)
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
@@ -111,8 +111,18 @@ class AsyncEngine:
                 self._engine.abort(request.request_id)
 
     def abort(self, request_id: RequestId, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request, or one of its samples, with a last output of `reason`. Unknown and ended ones are ignored."""
-        self._engine.abort(request_id, index, reason)
+        """End a request, or one of its samples, with a last output of `reason`. Unknown and ended ones are ignored.
+
+        Whoever names a request need not know how often it has been tried.
+        """
+        known = request_id in self._live
+        for each in [request_id] if known else [i for i in self._live if is_attempt_of(i, request_id)]:
+            self._engine.abort(each, index, reason)
+
+    @property
+    def live_requests(self) -> Collection[RequestId]:
+        """Those that have not ended; a view."""
+        return self._live.keys()
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests, wait for the running ones. Returns whether all ended in time."""

@@ -89,6 +89,24 @@ def check_request(prompt_token_ids: Iterable[int], sampling: SamplingParams, lim
         raise InvalidRequestError("n", f"at most {room} samples can ever run or wait here")
 
 
+def check_progress(request: Request, limits: EngineLimits) -> None:
+    """Raise `InvalidRequestError` unless a checked request can go on from where it says it stands."""
+    if not request.progress:
+        return
+    if len(request.progress) != request.sampling.n:
+        raise InvalidRequestError("progress", f"must be of {request.sampling.n} samples, got {len(request.progress)}")
+    if not request.live_samples:
+        raise InvalidRequestError("progress", "all samples have ended")
+    room = limits.max_model_len - len(request.prompt_token_ids)
+    most = min(room, request.sampling.max_tokens or room)
+    for index in request.live_samples:
+        token_ids = request.progress_of(index).token_ids
+        if len(token_ids) >= most:
+            raise InvalidRequestError("progress", f"sample {index} has all its {most} tokens")
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
+            raise InvalidRequestError("progress", f"token ids must be in [0, {limits.vocab_size})")
+
+
 @dataclass(frozen=True, slots=True)
 class _Add:
     request: Request
@@ -173,7 +191,8 @@ class Engine:
             EngineStoppedError: the engine drains, was shut down or died.
         """
         check_request(request.prompt_token_ids, request.sampling, self.limits)
-        num_samples = request.sampling.n
+        check_progress(request, self.limits)
+        live = set(request.live_samples)
         seed = request.sampling.seed
         root: BlockHash | None = replace(self._hash_domain, salt=request.salt).root()
         if request.sampling.prompt_logprobs is not None:
@@ -183,10 +202,12 @@ class Engine:
                 raise EngineStoppedError("the engine takes no requests any more")
             if request.request_id in self._live:
                 raise InvalidRequestError("request_id", f"{request.request_id} is in use")
-            if self._num_live_sequences + num_samples > self.limits.max_num_seqs + self.limits.max_num_waiting:
+            room = self.limits.max_num_seqs + self.limits.max_num_waiting - self._num_live_sequences
+            # What another worker has taken before it died is the cluster's to finish.
+            if len(live) > room and not request.progress:
                 raise OverloadedError(f"{self._num_live_sequences} sequences run or wait already")
-            self._live[request.request_id] = set(range(num_samples))
-            self._num_live_sequences += num_samples
+            self._live[request.request_id] = live
+            self._num_live_sequences += len(live)
             self._inbox.append(_Add(request, secrets.randbelow(MAX_SEED + 1) if seed is None else seed, root))
             self._wake.notify_all()
 

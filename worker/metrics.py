@@ -100,7 +100,7 @@ class _Live:
         self.arrived_at = arrived_at
         self.num_prompt_tokens: int = len(request.prompt_token_ids)
         """0 once they are counted."""
-        self.num_left = request.sampling.n
+        self.num_left = len(request.live_samples)
         self.sequences = [_Sequence() for _ in range(request.sampling.n)]
 
 

@@ -13,6 +13,7 @@ Rules that hold at all times:
 - When decoding needs a block and none is free, the running sequence that goes last (by priority, then arrival) is
   preempted: its blocks are freed, and it computes its tokens again later. A step that preempts admits nobody.
 - A sequence that goes first can therefore always run: nobody starves.
+- A request that runs alone starts when nothing runs, and nobody else starts before it has ended.
 - Nothing is computed twice at the same time: whoever is admitted finds all that running sequences have computed or
   compute in this very step; and nobody is admitted while one of them still has tokens to schedule, since that one
   took what was left of the budget.
@@ -234,6 +235,8 @@ class Scheduler:
         head = self._waiting.peek()
         if head is None or not self._running or head.order[0] >= self._running[-1].order[0]:
             return
+        if self._excludes(head):
+            return
         is_full = len(self._running) >= self.config.max_num_seqs
         if not self._must_wait(head) and (is_full or not self._fits(head)):
             self._preempt(self._running[-1])
@@ -297,6 +300,8 @@ class Scheduler:
             sequence = self._waiting.peek()
             if sequence is None:
                 break
+            if self._excludes(sequence):
+                break
             if self._must_wait(sequence):
                 self._waiting.pass_over()
                 continue
@@ -320,6 +325,12 @@ class Scheduler:
             return False
         _, num_free, step = self._refused
         return self.manager.pool.num_free <= num_free and self._step < step + _RETRY_STEPS
+
+    def _excludes(self, sequence: Sequence) -> bool:
+        """Whether it may not run beside what runs: one of them runs alone."""
+        if not self._running or (running := self._running[0].request) is sequence.request:
+            return False
+        return running.runs_alone or sequence.request.runs_alone
 
     def _must_wait(self, sequence: Sequence) -> bool:
         """Whether a sample's parent has yet to compute the prompt that they share."""
@@ -351,7 +362,7 @@ class Scheduler:
                 return None
             num_found = num_shared = hit.num_blocks * block_size
             if sequence.num_preemptions == 0:
-                num_hit_tokens = min(num_found, sequence.num_tokens - 1)
+                num_hit_tokens = min(num_found, sequence.num_prompt_tokens, sequence.num_tokens - 1)
                 self.stats.count_lookup(num_hit_tokens, self.manager.misses(sequence, hit, num_hit_tokens))
         # The last token is always computed: its logits are what the next one is sampled from.
         sequence.num_computed_tokens = min(num_found, sequence.num_tokens - 1)
@@ -362,7 +373,7 @@ class Scheduler:
         sequence.start_step = self._step
         insort(self._running, sequence, key=_ORDER)
         if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
             self.stats.count_start(sequence.num_prompt_tokens, sequence.num_cached_tokens)
         plan.new.append(sequence.start(self.manager.table(sequence).block_ids, num_shared_tokens))
 

@@ -75,11 +75,12 @@ class Sequence:
         self.parent = parent
         """The sample whose prompt blocks this one will share; None once that is settled."""
         self.state = SequenceState.WAITING
-        self.token_ids = list(request.prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.token_ids = [*request.prompt_token_ids, *request.progress_of(index).token_ids]
         # Samples share their prompt, so one of them tells its log probabilities for all.
         is_asked = request.sampling.prompt_logprobs is not None and index == 0
-        self.next_prompt_logprob = min(1, self.num_prompt_tokens) if is_asked else self.num_prompt_tokens
+        num_told = 1 + request.num_told_prompt_logprobs if is_asked else self.num_prompt_tokens
+        self.next_prompt_logprob = min(num_told, self.num_prompt_tokens)
         """Index of the first prompt token whose log probability is owed; the prompt's length if none is."""
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
@@ -167,11 +168,16 @@ def samples_of(
     hash_root: BlockHash | None,
     block_size: int,
 ) -> list[Sequence]:
-    """A validated request's samples, each with a seed of its own. The later ones share the first one's prompt."""
+    """A validated request's samples that have not ended, each with a seed of its own.
+
+    The later ones share the first one's prompt, unless they have gone on from it elsewhere.
+    """
     room = max_model_len - len(request.prompt_token_ids)
     max_tokens = room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
     samples: list[Sequence] = []
-    for index in range(request.sampling.n):
+    for index in request.live_samples:
+        is_new = not request.progress_of(index).token_ids
+        parent = samples[0] if samples and is_new and not samples[0].num_output_tokens else None
         samples.append(
             Sequence(
                 request,
@@ -182,7 +188,7 @@ def samples_of(
                 eos_token_ids=eos_token_ids,
                 hash_root=hash_root,
                 block_size=block_size,
-                parent=samples[0] if samples else None,
+                parent=parent,
             )
         )
     return samples

@@ -3,8 +3,10 @@
     ingress                                    worker
        | -- Session(hello) ---------------------> |      one per ingress process and worker
        | -- run_request (a Ray Serve call) -----> | -- engine
+       | <-- the request is taken --------------- |
        | <---------- TokenBatch, one a step ----- | <-- outputs
        | -- abort, or: a sample is whole -------> |
+       | -- owned: what it still waits for -----> |      every few seconds; ends what nobody owns
        | <-- run_request returns ---------------- |      when every sample has ended
 
 A session that ends takes its ingress's requests with it. No Ray in here: the call comes through `run_request`.
@@ -14,7 +16,7 @@ Besides, any ingress may ask what the worker has measured.
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 import grpc
@@ -25,7 +27,7 @@ from pagoda.worker.cluster_token import ClusterToken
 from pagoda.worker.errors import EngineStoppedError
 from pagoda.worker.pending_outputs import PendingOutputs
 from pagoda.worker.token_stream import encode_in_batches
-from pagoda.worker.types import FinishReason, Request, RequestId
+from pagoda.worker.types import FinishReason, Request, RequestId, SequenceOutput
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,15 @@ class _Session:
     def __init__(self) -> None:
         self.outputs = PendingOutputs()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.requests: set[RequestId] = set()
+        """That it runs for its ingress."""
+        self._unowned: set[RequestId] = set()
+
+    def sweep(self, owned: Collection[str]) -> set[RequestId]:
+        """Of its requests, those that are nobody's for the second time in a row."""
+        unowned = self.requests.difference(owned)  # the first time, one may have come after its ingress spoke
+        self._unowned, gone = unowned, unowned & self._unowned
+        return gone
 
 
 class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerMetricsServicer):
@@ -85,13 +96,18 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
         except TimeoutError:
             raise SessionLostError(f"no session from ingress {ingress_id}") from None
         running = asyncio.ensure_future(self._engine.run(request, session.outputs.put))
+        session.requests.add(request.request_id)
         try:
+            await asyncio.sleep(0)  # by then it is refused, or running waits for its first output
+            if not running.done():
+                session.outputs.put(SequenceOutput(request.request_id, request.live_samples[0], ()))
             await asyncio.wait({running, session.ended}, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 raise SessionLostError(f"the session of ingress {ingress_id} ended")
             running.result()
         finally:
             running.cancel()
+            session.requests.discard(request.request_id)
 
     async def Session(
         self, request_iterator: AsyncIterator[tokens_pb2.SessionCommand], context: grpc.aio.ServicerContext[Any, Any]
@@ -104,6 +120,7 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello.ingress_id: missing or in use")
         session = _Session()
         self._sessions[ingress_id].set_result(session)
+        await context.send_initial_metadata(())  # else the ingress would hear of its session with the first token
         reading = asyncio.create_task(self._read_commands(request_iterator, session))
         try:
             while True:
@@ -133,5 +150,9 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
                     index = abort.index if abort.HasField("index") else None
                     reason = FinishReason.STOP if abort.is_complete else FinishReason.ABORT
                     self._engine.abort(RequestId(abort.request_id), index, reason)
+                elif command.HasField("owned"):
+                    for request_id in session.sweep(command.owned.request_ids):
+                        logger.warning("request %s is nobody's, and ends", request_id)
+                        self._engine.abort(request_id)
         finally:
             session.outputs.fail(SessionLostError("the ingress closed its session"))

@@ -135,6 +135,23 @@ class SampleProgress:
     """It needs no more."""
 
 
+NEW_SAMPLE = SampleProgress()
+
+
+def attempt_id(request_id: RequestId, number: int) -> RequestId:
+    """What a request is called when it is tried for the `number`-th time after the first.
+
+    Each time differently, so that what a worker still says of one attempt is never taken for the next one's.
+    """
+    return RequestId(f"{request_id}~{number}") if number else request_id
+
+
+def is_attempt_of(attempt: RequestId, request_id: RequestId) -> bool:
+    """Whether `attempt` is one of `attempt_id(request_id, ...)`."""
+    base, _, number = attempt.rpartition("~")
+    return attempt == request_id or (base == request_id and number.isdecimal())
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A tokenised request, as it enters the engine."""
@@ -158,6 +175,15 @@ class Request:
     """Prompt tokens, from the second on, whose log probabilities the client has."""
     runs_alone: bool = False
     """Nothing else runs on its worker while it does: others have died with it."""
+
+    def progress_of(self, index: int) -> SampleProgress:
+        """Where one of its samples stands."""
+        return self.progress[index] if index < len(self.progress) else NEW_SAMPLE
+
+    @property
+    def live_samples(self) -> tuple[int, ...]:
+        """Its samples that have not ended, by index."""
+        return tuple(index for index in range(self.sampling.n) if not self.progress_of(index).has_ended)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,9 @@ _RECONNECT_S = 0.2
 _NEWS_S = 5 * _RECONNECT_S
 """A session that lasted so long is missed; after that it is only still not there."""
 _SCRAPE_DEADLINE_S = 2.0
+
+
+OWNED_PERIOD_S = 5.0
 
 
 class WorkerLostError(EngineStoppedError):
@@ -87,11 +90,29 @@ class _Session:
                 await call.write(await self.commands.get())
 
 
+def owned_command(request_ids: Collection[RequestId]) -> tokens_pb2.SessionCommand:
+    """Tells a worker which requests are still waited for."""
+    return tokens_pb2.SessionCommand(owned=tokens_pb2.Owned(request_ids=request_ids))
+
+
 class WorkerSessions:
     """Keeps one session with every worker it has heard of, until that worker is gone. One event loop."""
 
-    def __init__(self, ingress_id: str, *, token: str) -> None:
+    def __init__(
+        self,
+        ingress_id: str,
+        *,
+        token: str,
+        on_session: Callable[[WorkerEndpoint, bool], None] = lambda *_: None,
+        owned_period_s: float = OWNED_PERIOD_S,
+    ) -> None:
+        """`on_session` hears whenever a session begins (True) or has ended.
+
+        So often as `owned_period_s` says, workers are told which requests are still waited for.
+        """
         self._ingress_id = ingress_id
+        self._on_session = on_session
+        self._owned_period_s = owned_period_s
         self._metadata = ClusterToken(token).metadata
         self._tasks: dict[WorkerEndpoint, asyncio.Task[None]] = {}
         self._channels: dict[WorkerEndpoint, grpc.aio.Channel] = {}
@@ -181,18 +202,32 @@ class WorkerSessions:
             call = stub.Session(metadata=self._metadata)
             # Our own task and not an iterator for gRPC, which leaves that waiting when the worker ends the session.
             writing = asyncio.create_task(session.write_commands(call))
+            telling = asyncio.create_task(self._tell_owned(session))
             self._live_sessions.add(session)
+            is_open = False
             try:
+                await call.initial_metadata()
+                is_open = True
+                self._on_session(endpoint, True)
                 async for batch in call:
                     self._deliver(batch, session)
             finally:
                 writing.cancel()
+                telling.cancel()
                 self._live_sessions.remove(session)
+                if is_open:
+                    self._on_session(endpoint, False)
                 del self._channels[endpoint]
                 for request_id in list(session.requests):
                     if (outputs := self._outputs.get(request_id)) is not None:
                         outputs.fail(WorkerLostError(f"the worker at {endpoint.address} is gone"))
-                await asyncio.gather(writing, return_exceptions=True)
+                await asyncio.gather(writing, telling, return_exceptions=True)
+
+    async def _tell_owned(self, session: _Session) -> None:
+        while True:
+            await asyncio.sleep(self._owned_period_s)
+            elsewhere = self._session_of.keys() - session.requests
+            session.send(owned_command(self._outputs.keys() - elsewhere))
 
     def _deliver(self, batch: tokens_pb2.TokenBatch, session: _Session) -> None:
         for output in decode(batch):

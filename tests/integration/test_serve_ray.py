@@ -9,9 +9,9 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from select import select
 from typing import Any
@@ -269,34 +269,68 @@ def workers_of(service: Service) -> set[int]:
     return workers
 
 
-def test_worker_that_hangs_is_noticed(service: Service, http: httpx.Client) -> None:
-    """By its session, long before Serve gives it up: the clients of its streams are told."""
-    with http.stream("POST", COMPLETIONS, json=endless_stream()) as response:
-        assert response.status_code == 200
-        workers = workers_of(service)
-        try:
-            for worker in workers:
-                os.kill(worker, signal.SIGSTOP)
-            assert "is gone" in last_event_of(response)["error"]["message"]
-        finally:
-            for worker in workers:
-                os.kill(worker, signal.SIGCONT)
-    assert http.post(COMPLETIONS, json=short()).status_code == 200
+LONG = 20_000
+"""Tokens, which take some ten seconds: long enough to kill workers under it."""
 
 
-def test_worker_that_dies_is_replaced(service: Service, http: httpx.Client) -> None:
-    """Both worker processes are killed under a stream: its client is told, and the service mends itself."""
-    with http.stream("POST", COMPLETIONS, json=endless_stream()) as response:
-        assert response.status_code == 200
-        for worker in workers_of(service):
-            os.kill(worker, signal.SIGKILL)
-        assert "error" in last_event_of(response)
-    wait_until(
-        lambda: http.post(COMPLETIONS, json=short()).status_code == 200,
-        "a new worker answers",
-        deadline_s=START_DEADLINE_S,
-    )
+def long_stream(**fields: Any) -> dict[str, Any]:
+    return endless_stream("tell me", return_token_ids=True, **fields) | {"max_tokens": LONG}
+
+
+def tokens_of(lines: Iterable[str]) -> Iterator[list[int]]:
+    """The tokens of each event of a stream, which ends properly."""
+    for line in lines:
+        if line.startswith("data: {"):
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            yield event["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}], ids=["greedy", "sampled"])
+def test_workers_that_die_under_a_stream_are_not_noticed(
+    service: Service, http: httpx.Client, fields: dict[str, float]
+) -> None:
+    """Both are killed, one after the other's replacement: the client reads one stream, and what a quiet run says."""
+
+    def tokens(num_kills: int) -> list[int]:
+        found: list[int] = []
+        with http.stream("POST", COMPLETIONS, json=long_stream(**fields), timeout=START_DEADLINE_S) as response:
+            for new in tokens_of(response.iter_lines()):
+                found += new
+                if num_kills and len(found) > 500:
+                    num_kills -= 1
+                    for worker in workers_of(service):
+                        os.kill(worker, signal.SIGKILL)
+        return found
+
+    undisturbed = tokens(0)
+    assert len(undisturbed) == LONG
+    assert tokens(1) == undisturbed
+    wait_until(lambda: has_workers(http, 2), "both are replaced", deadline_s=START_DEADLINE_S)
     assert service.process.poll() is None
+
+
+def test_worker_that_hangs_is_noticed(service: Service, http: httpx.Client) -> None:
+    """By its session, long before Serve gives it up: the other worker goes on with the stream, whichever hangs."""
+    wait_until(lambda: has_workers(http, 2), "both workers are there", deadline_s=START_DEADLINE_S)
+    with http.stream("POST", COMPLETIONS, json=long_stream(), timeout=START_DEADLINE_S) as response:
+        tokens = tokens_of(response.iter_lines())
+        num_tokens = len(next(tokens))
+        for worker in workers_of(service):
+            os.kill(worker, signal.SIGSTOP)
+            try:
+                num_before = num_tokens
+                while num_tokens < num_before + 2000:
+                    num_tokens += len(next(tokens))
+            finally:
+                with suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGCONT)
+        assert num_tokens + sum(map(len, tokens)) == LONG
+
+
+def has_workers(http: httpx.Client, count: int) -> bool:
+    """Whether so many can be reached, and none beside them."""
+    return http.get("/metrics").text.count("\npagoda_num_requests_running{") == count
 
 
 # -- clients, proxies and the end ----------------------------------------------------------------

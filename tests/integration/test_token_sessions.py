@@ -9,11 +9,12 @@ from typing import Any
 
 import grpc
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import RayTaskError
 from tiny_model import write_tiny_model
 
-from pagoda.cluster.ingress.sessions import WorkerEndpoint, WorkerLostError, WorkerSessions
-from pagoda.cluster.worker_client import MAX_TRIES, ServeWorkerClient
+from pagoda.cluster.ingress.resuming_client import ResumingClient
+from pagoda.cluster.ingress.sessions import WorkerEndpoint, WorkerSessions
+from pagoda.cluster.worker_client import ServeWorkerCalls
 from pagoda.proto import tokens_pb2, tokens_pb2_grpc
 from pagoda.worker.async_engine import AsyncEngine
 from pagoda.worker.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -110,6 +111,10 @@ async def ingress(*endpoints: WorkerEndpoint, name: str = "front", token: str = 
         await sessions.shutdown()
 
 
+def client_of(handle: Any, sessions: WorkerSessions, ingress_id: str) -> ResumingClient:
+    return ResumingClient(ServeWorkerCalls(handle, ingress_id), sessions)
+
+
 def request(name: str, sampling: SamplingParams = ENDLESS) -> Request:
     return Request(RequestId(name), (5, 6, 7), sampling)
 
@@ -140,7 +145,7 @@ async def test_tokens_are_those_of_the_engine(engine: AsyncEngine) -> None:
     for output in await local.take():
         expected[output.index] = output
     async with started(engine) as (server, endpoint), ingress(endpoint) as sessions:
-        client = ServeWorkerClient(Handle(server), sessions, "front")  # type: ignore[arg-type]
+        client = client_of(Handle(server), sessions, "front")
         found = await collect(client.stream(request("remote", sampling)))
     assert {i: o.token_ids for i, o in found.items()} == {i: o.token_ids for i, o in expected.items()}
     assert {o.finish_reason for o in found.values()} == {FinishReason.LENGTH}
@@ -153,7 +158,7 @@ async def test_two_ingresses_and_two_workers(engine: AsyncEngine, config: Engine
         async with started(engine) as (one, at_one), started(other_engine) as (two, at_two):
             async with ingress(at_one, at_two, name="a") as a, ingress(at_one, at_two, name="b") as b:
                 handle = Handle(one, two)
-                clients = [ServeWorkerClient(handle, a, "a"), ServeWorkerClient(handle, b, "b")]  # type: ignore[arg-type]
+                clients = [client_of(handle, a, "a"), client_of(handle, b, "b")]
                 sampling = replace(ENDLESS, max_tokens=20)
                 streams = [clients[i % 2].stream(request(f"r{i}", sampling)) for i in range(8)]
                 found = await asyncio.gather(*map(collect, streams))
@@ -166,7 +171,7 @@ async def test_two_ingresses_and_two_workers(engine: AsyncEngine, config: Engine
 async def test_reader_that_stays_away_delays_nobody(engine: AsyncEngine) -> None:
     """One stream is read once and then left alone while another one runs to its end; then it is read to its own."""
     async with started(engine) as (server, endpoint), ingress(endpoint) as sessions:
-        client = ServeWorkerClient(Handle(server), sessions, "front")  # type: ignore[arg-type]
+        client = client_of(Handle(server), sessions, "front")
         slow = client.stream(request("slow"))
         first = await anext(slow)
         await collect(client.stream(request("quick", replace(ENDLESS, max_tokens=390))))
@@ -177,7 +182,7 @@ async def test_reader_that_stays_away_delays_nobody(engine: AsyncEngine) -> None
 
 async def test_closed_stream_aborts_its_request(engine: AsyncEngine) -> None:
     async with started(engine) as (server, endpoint), ingress(endpoint) as sessions:
-        client = ServeWorkerClient(Handle(server), sessions, "front")  # type: ignore[arg-type]
+        client = client_of(Handle(server), sessions, "front")
         stream = client.stream(request("a"))
         await anext(stream)
         await stream.aclose()
@@ -192,7 +197,7 @@ async def test_workers_are_told_of_unended_requests_only(
     async with started(engine) as (server, endpoint), ingress(endpoint) as sessions:
         told: list[RequestId] = []
         monkeypatch.setattr(sessions, "abort_everywhere", told.append)
-        client = ServeWorkerClient(Handle(server), sessions, "front")  # type: ignore[arg-type]
+        client = client_of(Handle(server), sessions, "front")
         stream = client.stream(request("a", replace(ENDLESS, max_tokens=max_tokens)))
         await anext(stream)
         await stream.aclose()
@@ -211,7 +216,7 @@ async def test_request_that_nobody_waits_for_is_ended(engine: AsyncEngine) -> No
 async def test_one_sample_is_whole(engine: AsyncEngine) -> None:
     """It ends as stopped; the other sample runs on to its end."""
     async with started(engine) as (server, endpoint), ingress(endpoint) as sessions:
-        client = ServeWorkerClient(Handle(server), sessions, "front")  # type: ignore[arg-type]
+        client = client_of(Handle(server), sessions, "front")
         stream = client.stream(request("a", replace(ENDLESS, n=2)))
         await anext(stream)
         client.complete_sample(RequestId("a"), 1)
@@ -224,7 +229,7 @@ async def test_one_sample_is_whole(engine: AsyncEngine) -> None:
 async def test_request_aborted_through_another_ingress(engine: AsyncEngine) -> None:
     """All of its samples end, and as aborted."""
     async with started(engine) as (server, endpoint), ingress(endpoint) as sessions, ingress(endpoint, name="b") as b:
-        client = ServeWorkerClient(Handle(server), sessions, "front")  # type: ignore[arg-type]
+        client = client_of(Handle(server), sessions, "front")
         stream = client.stream(request("a", replace(ENDLESS, n=2)))
         await anext(stream)
         async with asyncio.timeout(DEADLINE_S):
@@ -247,7 +252,7 @@ async def test_lost_ingress_takes_its_requests_with_it(engine: AsyncEngine) -> N
         with pytest.raises(SessionLostError):
             await asyncio.wait_for(call, DEADLINE_S)
         await until_idle(engine)
-        client = ServeWorkerClient(Handle(server), b, "b")  # type: ignore[arg-type]
+        client = client_of(Handle(server), b, "b")
         assert await collect(client.stream(request("next", replace(ENDLESS, max_tokens=3))))
 
 
@@ -261,7 +266,7 @@ async def test_session_that_its_worker_ends_leaves_nothing(
     asyncio.get_running_loop().set_exception_handler(lambda _, complaint: complaints.append(complaint))
     tasks = asyncio.all_tasks()
     async with started(engine) as (server, endpoint), ingress(endpoint) as sessions:
-        client = ServeWorkerClient(Handle(server), sessions, "front")  # type: ignore[arg-type]
+        client = client_of(Handle(server), sessions, "front")
         await collect(client.stream(request("a", replace(ENDLESS, max_tokens=1))))
         sessions.set_routable([])
         await server.stop()
@@ -275,44 +280,10 @@ async def test_session_that_its_worker_ends_leaves_nothing(
     assert not complaints
 
 
-async def test_worker_lost_in_mid_stream_is_an_error(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokens cannot be had elsewhere: what came before may already have reached the client."""
-    monkeypatch.setattr("pagoda.worker.server._STOP_GRACE_S", 0)
-    async with started(engine) as (server, endpoint), ingress(endpoint) as sessions:
-        client = ServeWorkerClient(Handle(server), sessions, "front")  # type: ignore[arg-type]
-        stream = client.stream(request("a"))
-        await anext(stream)
-        await server.stop()
-        with pytest.raises(WorkerLostError):
-            await collect(stream)
-
-
-async def test_worker_lost_before_the_first_token_is_replaced(engine: AsyncEngine) -> None:
-    """Two workers die on the request; the third one serves it."""
-    async with started(engine) as (server, endpoint), ingress(endpoint) as sessions:
-        handle = Handle(ActorDiedError(), ActorDiedError(), server)
-        client = ServeWorkerClient(handle, sessions, "front")  # type: ignore[arg-type]
-        found = await collect(client.stream(request("a", replace(ENDLESS, max_tokens=5))))
-    assert len(found[0].token_ids) == 5
-
-
-CUT = grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata())
-
-
-@pytest.mark.parametrize("death", [ActorDiedError(), CUT], ids=["actor", "connection"])
-async def test_worker_that_dies_every_time_is_an_error(death: Exception) -> None:
-    handle = Handle(death)
-    async with ingress() as sessions:
-        client = ServeWorkerClient(handle, sessions, "front")  # type: ignore[arg-type]
-        with pytest.raises(WorkerLostError):
-            await collect(client.stream(request("a")))
-    assert handle.num_calls == MAX_TRIES
-
-
 async def test_refusal_comes_through_as_it_is(engine: AsyncEngine) -> None:
     """8 samples run and 4 wait: the client of the next reads OverloadedError, not a remote stack trace."""
     async with started(engine) as (server, endpoint), ingress(endpoint) as sessions:
-        client = ServeWorkerClient(Handle(server), sessions, "front")  # type: ignore[arg-type]
+        client = client_of(Handle(server), sessions, "front")
         streams = [client.stream(request(f"busy{i}", replace(ENDLESS, n=4))) for i in range(3)]
         firsts = [asyncio.create_task(anext(stream)) for stream in streams]
         async with asyncio.timeout(DEADLINE_S):
@@ -350,7 +321,7 @@ async def test_session_is_refused(
 ) -> None:
     """Whoever cannot show the token, or says no proper hello, gets no session; the one that is there stays."""
     async with started(engine) as (server, endpoint), ingress(endpoint) as sessions:
-        client = ServeWorkerClient(Handle(server), sessions, "front")  # type: ignore[arg-type]
+        client = client_of(Handle(server), sessions, "front")
         await collect(client.stream(request("before", replace(ENDLESS, max_tokens=2))))
         async with grpc.aio.insecure_channel(endpoint.address) as channel:
             command = tokens_pb2.SessionCommand(hello=hello) if hello else tokens_pb2.SessionCommand()

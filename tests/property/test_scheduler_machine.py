@@ -5,6 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from pagoda.worker.types import FinishReason
+
 NAMES = [f"r{i}" for i in range(12)]
 """Few, so that ids are used again, and turns follow each other."""
 TRUNKS = [(0,) * 24, (0, 1) * 12, (0,) * 6 + (1,) * 18]
@@ -38,6 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens: int,
         enable_prefix_caching: bool,
     ) -> None:
+        self.seeds: dict[str, int] = {}
         self.replica = Replica(
             num_blocks=num_tokens // block_size * len(windows),
             block_size=block_size,
@@ -80,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = prompt[: self.replica.limits.max_model_len - 1] or (0,)
         room = self.replica.limits.max_model_len - len(prompt)
         max_tokens = None if max_tokens is None else min(max_tokens, room)
+        self.seeds[name] = options["seed"]
         options["min_tokens"] = min(options["min_tokens"], room if max_tokens is None else max_tokens)
         self.replica.add(name, prompt, max_tokens=max_tokens, **options)
 
@@ -89,6 +93,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_live = self.live.count(name)
         assert len(self.replica.abort(name)) == num_live
         assert self.replica.abort(name) == []
+
+    @rule(name=st.sampled_from(NAMES), num_received=st.integers(0, MAX_OUTPUT_TOKENS), runs_alone=st.booleans())
+    def lose_and_resume(self, *, name: str, num_received: int, runs_alone: bool) -> None:
+        """Its worker dies; another one, played by the same replica, goes on from what has reached its client."""
+        if name in self.replica.requests:
+            self.replica.abort(name)
+            ends = [end for sequence, end in self.replica.ends.items() if sequence.partition("/")[0] == name]
+            if any(end.finish_reason in (FinishReason.ABORT, FinishReason.ERROR) for end in ends):
+                self.replica.resume(name, num_received, seed=self.seeds[name], runs_alone=runs_alone)
 
     @rule(num_steps=st.integers(1, 8))
     def step(self, *, num_steps: int) -> None:

@@ -1,0 +1,193 @@
+"""Runs each request to its end, on one worker after the other if it must be: whoever reads the stream sees one.
+
+Which worker that is, is said by the directory (`Placer`) and decided by whoever carries the call (`WorkerCalls`).
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import secrets
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Protocol
+
+from pagoda.cluster.ingress.progress import RequestProgress
+from pagoda.cluster.ingress.service import RequestAbortedError
+from pagoda.cluster.ingress.sessions import WorkerLostError, WorkerSessions
+from pagoda.cluster.placer import Placer
+from pagoda.worker.errors import EngineStoppedError, OverloadedError
+from pagoda.worker.pending_outputs import PendingOutputs
+from pagoda.worker.types import MAX_SEED, Request, RequestId, SequenceOutput
+
+MAX_TRIES = 3
+"""Workers that a new request is offered to, if they refuse it: others may have room. One that was accepted once is
+offered until somebody takes it."""
+MAX_FAILURES = 600
+"""Calls in a row that are lost before a worker has taken the request, over ten minutes: something else is wrong."""
+_PAUSE_S = (0.02, 1.0)
+"""Between two tries: the shortest and the longest, half as long again each time."""
+
+
+class WorkerFullError(OverloadedError):
+    """The worker that was chosen takes no more; what was known of it was old."""
+
+
+class WorkerStoppingError(EngineStoppedError):
+    """The worker that was chosen takes no requests any more, or not yet."""
+
+
+class WorkerCalls(Protocol):
+    """How a request gets to a worker."""
+
+    async def ping(self) -> None:
+        """Raises if no worker answers in time."""
+        ...
+
+    async def run(self, request: Request, ranked: tuple[str, ...]) -> None:
+        """Have a worker run a request, of `ranked` the first that takes it. Lasts as long as the request; cancelling
+
+        it ends the request. Its tokens come over the sessions.
+
+        Raises:
+            WorkerFullError: the worker has too much to do.
+            WorkerStoppingError: the worker takes no requests.
+            WorkerLostError: the worker died, or nobody knows.
+            PagodaError: no worker would serve it, or there is none.
+        """
+        ...
+
+
+class _Live:
+    """A request that has not ended."""
+
+    def __init__(self, progress: RequestProgress) -> None:
+        self.progress = progress
+        self.is_aborted = False
+        self.attempt_id: RequestId | None = None
+        """While a worker runs it or may."""
+        self.outputs: PendingOutputs | None = None
+
+    def check_not_aborted(self) -> None:
+        if self.is_aborted:
+            raise RequestAbortedError("the request was aborted")
+
+
+class ResumingClient:
+    """Implements `WorkerClient`. One event loop."""
+
+    def __init__(self, calls: WorkerCalls, sessions: WorkerSessions, placer: Placer | None = None) -> None:
+        """Without a `placer`, `calls` choose by load alone."""
+        self._calls = calls
+        self._sessions = sessions
+        self._placer = placer
+        self._live: dict[RequestId, _Live] = {}
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    async def ping(self) -> None:
+        await self._calls.ping()
+
+    async def stream(self, request: Request) -> AsyncGenerator[list[SequenceOutput], None]:
+        if request.sampling.seed is None:  # whoever goes on with it must draw the same numbers
+            seed = secrets.randbelow(MAX_SEED + 1)
+            request = replace(request, sampling=replace(request.sampling, seed=seed))
+        progress = RequestProgress(request)
+        live = self._live[request.request_id] = _Live(progress)
+        avoided: set[str] = set()
+        num_failures = 0
+        """Since anything was heard of it."""
+        try:
+            while not progress.has_ended:
+                live.check_not_aborted()
+                attempt = progress.attempt()
+                ranked = () if self._placer is None else await self._placer.rank(attempt, exclude=avoided)
+                try:
+                    async with contextlib.aclosing(self._try(attempt, ranked, live)) as batches:
+                        async for batch in batches:
+                            num_failures = 0
+                            yield batch
+                    return
+                except WorkerLostError as error:
+                    progress.lose_worker(error)
+                    num_failures += 1
+                    if num_failures >= MAX_FAILURES:
+                        raise
+                except (OverloadedError, WorkerStoppingError) as error:
+                    num_failures += 1
+                    is_final = num_failures >= MAX_TRIES or not isinstance(error, WorkerFullError | WorkerStoppingError)
+                    if is_final and not progress.is_accepted:
+                        raise
+                finally:
+                    if self._placer is not None:
+                        self._placer.gone(attempt.request_id)
+                avoided.update(ranked[:1])
+                if num_failures:
+                    await asyncio.sleep(min(_PAUSE_S[0] * 1.5 ** (num_failures - 1), _PAUSE_S[1]))
+                    if num_failures % MAX_TRIES == 0:
+                        avoided.clear()  # those that had no room may have some by now
+        finally:
+            del self._live[request.request_id]
+
+    def abort(self, request_id: RequestId) -> None:
+        """End it on its worker, whichever ingress it came through; if it came through this one, also here."""
+        live = self._live.get(request_id)
+        if live is None:
+            self._sessions.abort_everywhere(request_id)
+            return
+        live.is_aborted = True
+        if live.attempt_id is not None:
+            self._sessions.abort_everywhere(live.attempt_id)
+        if live.outputs is not None:
+            live.outputs.fail(RequestAbortedError("the request was aborted"))
+
+    def complete_sample(self, request_id: RequestId, index: int) -> None:
+        if (live := self._live.get(request_id)) is not None:
+            live.progress.complete_sample(index)
+            if live.attempt_id is not None:
+                self._sessions.complete_sample(live.attempt_id, index)
+
+    async def scrape(self) -> list[str | None]:
+        return await self._sessions.scrape()
+
+    async def _try(
+        self, attempt: Request, ranked: tuple[str, ...], live: _Live
+    ) -> AsyncGenerator[list[SequenceOutput], None]:
+        """What one worker brings. Raises `WorkerLostError` once it brings no more before the end."""
+        # Registered before the call, so that no token comes too early.
+        outputs = live.outputs = self._sessions.open(attempt.request_id)
+        live.attempt_id = attempt.request_id
+        # In a context of its own: calls made within one HTTP request would have one id in Serve, and a router without
+        # FIFO order tells pending calls apart by that.
+        call = asyncio.create_task(self._calls.run(attempt, ranked), context=contextvars.Context())
+        call.add_done_callback(outputs.end_with)
+        is_begun = False
+        try:
+            async for batch in outputs.until_ended(len(attempt.live_samples)):
+                if not is_begun and self._placer is not None:
+                    self._placer.begun(attempt.request_id)
+                is_begun = True
+                good = _until_failed(batch)
+                if len(good) == 1 and not (good[0].token_ids or good[0].finish_reason or good[0].prompt_logprobs):
+                    live.progress.accept()
+                elif good:
+                    live.progress.take(good)
+                    yield good
+                if len(good) < len(batch):
+                    raise WorkerLostError(batch[len(good)].error or "the worker could not go on")
+        finally:
+            call.cancel()
+            live.attempt_id = live.outputs = None
+            if not outputs.is_ended:  # the cancellation of the call may not reach the worker
+                self._sessions.abort_everywhere(attempt.request_id)
+            self._sessions.close(attempt.request_id)
+
+
+def _until_failed(batch: list[SequenceOutput]) -> list[SequenceOutput]:
+    """Those before the first one that says that the worker could not go on with it."""
+    for position, output in enumerate(batch):
+        if output.error is not None:
+            return batch[:position]
+    return batch

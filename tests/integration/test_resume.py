@@ -1,0 +1,452 @@
+"""A request whose worker is lost goes on at another one, over real gRPC; what its client gets is as if nothing was."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_model import write_tiny_model
+
+from pagoda.cluster.ingress.progress import MAX_DEATHS_TOGETHER, PoisonousRequestError
+from pagoda.cluster.ingress.resuming_client import ResumingClient, WorkerFullError, WorkerStoppingError
+from pagoda.cluster.ingress.service import InferenceService, RequestAbortedError
+from pagoda.cluster.ingress.sessions import WorkerEndpoint, WorkerLostError, WorkerSessions
+from pagoda.worker import server as worker_server
+from pagoda.worker.async_engine import AsyncEngine
+from pagoda.worker.config import CacheConfig, EngineConfig, SchedulerConfig
+from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError
+from pagoda.worker.server import WorkerServer
+from pagoda.worker.tokenizer import Tokenizer
+from pagoda.worker.types import FinishReason, Request, RequestId, SampleProgress, SamplingParams, SequenceOutput
+
+TOKEN = "secret"
+DEADLINE_S = 30.0
+PROMPT = (5, 6, 7, 8, 9) * 4
+NUM_TOKENS = 300
+POISON = RequestId("poison")
+
+
+class Worker:
+    """An engine behind its server; it can be killed."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.engine = AsyncEngine(config, progress=lambda *_: None)
+        self.server = WorkerServer(self.engine, token=TOKEN)
+        self.death = asyncio.Event()
+
+    async def start(self) -> WorkerEndpoint:
+        address = await self.server.start("127.0.0.1")
+        return WorkerEndpoint(address, boot_id=address)
+
+    async def kill(self) -> None:
+        """Nobody is told: connections end, and calls fail as those to a process that is gone."""
+        self.death.set()
+        await self.server.stop()
+
+    async def close(self) -> None:
+        await self.server.stop()
+        await asyncio.to_thread(self.engine.shutdown)
+
+
+class Calls:
+    """Plays the part of Ray Serve: gives each request to the next worker in turn, and fails when that dies."""
+
+    def __init__(self, workers: Sequence[Worker], *, ingress_id: str = "front") -> None:
+        self.workers = list(workers)
+        self.requests: list[Request] = []
+        """Those that were given to a worker."""
+        self._ingress_id = ingress_id
+
+    async def ping(self) -> None: ...
+
+    async def run(self, request: Request, ranked: tuple[str, ...]) -> None:  # noqa: ARG002  (chooses by itself)
+        worker = self.workers[len(self.requests) % len(self.workers)]
+        self.requests.append(request)
+        running = asyncio.ensure_future(worker.server.run_request(request, self._ingress_id))
+        dying = asyncio.ensure_future(worker.death.wait())
+        try:
+            await asyncio.wait({running, dying}, return_when=asyncio.FIRST_COMPLETED)
+            if dying.done():
+                raise WorkerLostError("it died")
+            running.result()
+        except OverloadedError as error:
+            raise WorkerFullError(str(error)) from error
+        except EngineStoppedError as error:
+            raise WorkerStoppingError(str(error)) if not isinstance(error, WorkerLostError) else error from error
+        finally:
+            running.cancel()
+            dying.cancel()
+
+
+class Cluster:
+    """Some workers and a client of theirs."""
+
+    def __init__(self, workers: list[Worker], sessions: WorkerSessions) -> None:
+        self.workers = workers
+        self.calls = Calls(workers)
+        self.client = ResumingClient(self.calls, sessions)
+
+    async def until_idle(self) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            for worker in self.workers:
+                while worker.engine.stats().num_running + worker.engine.stats().num_waiting:
+                    await asyncio.sleep(0.002)
+        for worker in self.workers:
+            assert worker.engine.stats().num_held_blocks == 0
+            assert not worker.engine.live_requests
+
+
+@asynccontextmanager
+async def cluster(config: EngineConfig, num_workers: int = 2, **options: Any) -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as stack:
+        workers = [Worker(config) for _ in range(num_workers)]
+        for worker in workers:
+            stack.push_async_callback(worker.close)
+        sessions = WorkerSessions("front", token=TOKEN, **options)
+        stack.push_async_callback(sessions.shutdown)
+        sessions.set_routable([await worker.start() for worker in workers])
+        yield Cluster(workers, sessions)
+
+
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that stops cuts its sessions at once, as when its process dies."""
+    monkeypatch.setattr(worker_server, "_STOP_GRACE_S", 0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def real(model: Path) -> EngineConfig:
+    """Computes; in float32, so that the same comes out however it is batched."""
+    return EngineConfig(
+        model,
+        dtype="float32",
+        num_threads=1,
+        cache=CacheConfig(num_blocks=400),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_num_waiting=4),
+    )
+
+
+@pytest.fixture(scope="module")
+def fake(real: EngineConfig) -> EngineConfig:
+    return replace(real, fake_step_s=0.002, num_threads=None)
+
+
+def request(sampling: SamplingParams, name: str = "r") -> Request:
+    return Request(RequestId(name), PROMPT, sampling)
+
+
+def take(outputs: dict[int, SequenceOutput], batch: list[SequenceOutput]) -> None:
+    for output in batch:
+        before = outputs.get(output.index)
+        outputs[output.index] = output if before is None else before.merged_with(output)
+
+
+async def collect(it: Cluster, asked: Request, *, kills_at: Sequence[int] = ()) -> dict[int, SequenceOutput]:
+    """Each sample's outputs as one. As many workers are killed, in turn, each once so many tokens have come."""
+    outputs: dict[int, SequenceOutput] = {}
+    left = list(kills_at)
+    async with asyncio.timeout(DEADLINE_S), aclosing(it.client.stream(asked)) as batches:
+        async for batch in batches:
+            take(outputs, batch)
+            if left and sum(len(output.token_ids) for output in outputs.values()) >= left[0]:
+                del left[0]
+                await it.calls.workers[(len(it.calls.requests) - 1) % len(it.calls.workers)].kill()
+    return outputs
+
+
+def shown(outputs: dict[int, SequenceOutput]) -> list[tuple[object, ...]]:
+    return [
+        (o.token_ids, o.finish_reason, o.stop_reason, o.num_cached_tokens, o.logprobs, o.prompt_logprobs)
+        for _, o in sorted(outputs.items())
+    ]
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=1.0, seed=11)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        GREEDY,
+        SAMPLED,
+        replace(SAMPLED, n=3, top_p=0.9),
+        replace(GREEDY, presence_penalty=0.7, frequency_penalty=0.4),
+        replace(SAMPLED, repetition_penalty=1.2, top_k=20, min_p=0.01),
+        replace(GREEDY, logprobs=2),
+        replace(SAMPLED, n=2, logprobs=1, prompt_logprobs=1),
+        replace(GREEDY, min_tokens=NUM_TOKENS - 20, stop_token_ids=tuple(range(100)), ignore_eos=False),
+    ],
+    ids=["greedy", "sampled", "n", "penalties", "filters", "logprobs", "prompt logprobs", "stops"],
+)
+async def test_same_outputs_as_if_no_worker_had_died(real: EngineConfig, sampling: SamplingParams) -> None:
+    """Two workers die, one after the other: tokens, log probabilities, ends and usage are those of a quiet run."""
+    async with cluster(real, 1) as quiet:
+        expected = await collect(quiet, request(sampling))
+    async with cluster(real, 3) as it:
+        found = await collect(it, request(sampling), kills_at=[20, 60])
+        assert len(it.calls.requests) == 3
+        await it.until_idle()
+    assert shown(found) == shown(expected)
+
+
+async def test_drawn_seed_goes_along(fake: EngineConfig) -> None:
+    """Without one in the request, the next worker would draw another one, and say something else from there on."""
+    async with cluster(fake) as it:
+        await collect(it, request(replace(SAMPLED, seed=None)), kills_at=[20])
+        one, other = it.calls.requests
+    assert one.sampling.seed is not None
+    assert one.sampling.seed == other.sampling.seed
+
+
+async def test_sample_that_ended_is_not_run_again(fake: EngineConfig) -> None:
+    """The reader has found the end of one of two samples when their worker dies."""
+    async with cluster(fake) as it:
+        asked = request(replace(SAMPLED, n=2))
+        outputs: dict[int, SequenceOutput] = {}
+        async with asyncio.timeout(DEADLINE_S), aclosing(it.client.stream(asked)) as batches:
+            async for batch in batches:
+                if not outputs:
+                    it.client.complete_sample(asked.request_id, 1)
+                    await it.workers[0].kill()
+                take(outputs, batch)
+        assert it.calls.requests[1].live_samples == (0,)
+    assert outputs[0].finish_reason is FinishReason.LENGTH
+    assert len(outputs[0].token_ids) == NUM_TOKENS
+
+
+async def test_nothing_is_run_again_for_a_reader_that_has_all(fake: EngineConfig) -> None:
+    async with cluster(fake) as it:
+        asked = request(SAMPLED)
+        async with asyncio.timeout(DEADLINE_S), aclosing(it.client.stream(asked)) as batches:
+            async for _ in batches:
+                it.client.complete_sample(asked.request_id, 0)
+                await it.workers[0].kill()
+        assert len(it.calls.requests) == 1
+
+
+async def test_text_is_unbroken(fake: EngineConfig, model: Path) -> None:
+    """Characters of several bytes and stop strings may lie across the death."""
+    async with cluster(fake, 1) as quiet:
+        texts = [await text_of(quiet, model)]
+    async with cluster(fake, 3) as it:
+        texts.append(await text_of(it, model, kills=2))
+        assert len(it.calls.requests) == 3
+    assert texts[0] == texts[1]
+
+
+async def text_of(it: Cluster, model: Path, kills: int = 0) -> str:
+    service = InferenceService(Tokenizer(model), it.client, it.workers[0].engine.limits)
+    text = ""
+    try:
+        generation = service.generate(PROMPT, SAMPLED)
+        async with asyncio.timeout(DEADLINE_S), aclosing(generation.outputs) as pieces:
+            async for batch in pieces:
+                text += "".join(piece.text for piece in batch)
+                if len(it.calls.requests) <= kills:
+                    await it.workers[len(it.calls.requests) - 1].kill()
+    finally:
+        service.close()
+    return text
+
+
+async def test_worker_that_stops_in_good_order_is_no_end_either(fake: EngineConfig) -> None:
+    """Its engine ends what runs with "the worker stopped": others go on with it."""
+    async with cluster(fake, 1) as quiet:
+        expected = await collect(quiet, request(GREEDY))
+    async with cluster(fake) as it:
+        outputs: dict[int, SequenceOutput] = {}
+        async with asyncio.timeout(DEADLINE_S), aclosing(it.client.stream(request(GREEDY))) as batches:
+            async for batch in batches:
+                if not outputs:
+                    await asyncio.to_thread(it.workers[0].engine.shutdown)
+                take(outputs, batch)
+    assert shown(outputs) == shown(expected)
+
+
+async def test_step_that_fails_is_no_end_either(fake: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scenario: a device error in one step. The worker goes on; what the step computed is computed elsewhere."""
+    async with cluster(fake, 1) as quiet:
+        expected = await collect(quiet, request(GREEDY))
+    async with cluster(fake) as it:
+        executor: Any = it.workers[0].engine._engine._executor
+        outputs: dict[int, SequenceOutput] = {}
+        async with asyncio.timeout(DEADLINE_S), aclosing(it.client.stream(request(GREEDY))) as batches:
+            async for batch in batches:
+                if not outputs:
+                    monkeypatch.setattr(executor, "execute", broken)
+                take(outputs, batch)
+        assert len(it.calls.requests) == 2
+    assert shown(outputs) == shown(expected)
+
+
+def broken(_: object) -> None:
+    raise RuntimeError("device error")
+
+
+async def test_full_worker_takes_what_another_one_had_taken(fake: EngineConfig) -> None:
+    """The cluster has accepted it; a new request is refused at the same time."""
+    async with cluster(fake) as it:
+        it.calls.workers = [it.workers[0], *[it.workers[1]] * 100]
+        stream = it.client.stream(request(SAMPLED))
+        await anext(stream)
+        busy = [it.client.stream(request(replace(SAMPLED, n=4), f"busy{i}")) for i in range(3)]
+        firsts = [asyncio.create_task(anext(each)) for each in busy]
+        async with asyncio.timeout(DEADLINE_S):
+            while not it.workers[1].engine.stats().num_waiting:
+                await asyncio.sleep(0.002)
+        with pytest.raises(OverloadedError):
+            await anext(it.client.stream(request(SAMPLED, "new")))
+        await it.workers[0].kill()
+        async with asyncio.timeout(DEADLINE_S):
+            end = [output.finish_reason async for batch in stream for output in batch][-1]
+        assert end is FinishReason.LENGTH
+        await asyncio.gather(*firsts)
+        await asyncio.gather(*(each.aclose() for each in busy))
+        await it.until_idle()
+
+
+class PoisonedCalls(Calls):
+    """Workers die of one request, as soon as they have taken it."""
+
+    async def run(self, request: Request, ranked: tuple[str, ...]) -> None:
+        if request.request_id.partition("~")[0] != POISON:
+            await super().run(request, ranked)
+            return
+        worker = next(worker for worker in self.workers if not worker.death.is_set())
+        self.requests.append(request)
+        running = asyncio.ensure_future(worker.server.run_request(request, "front"))
+        async with asyncio.timeout(DEADLINE_S):
+            while request.request_id not in worker.engine.live_requests or not worker.engine.stats().num_running:
+                await asyncio.sleep(0.001)
+        await worker.kill()
+        running.cancel()
+        raise WorkerLostError("it died")
+
+
+async def test_request_that_kills_its_workers_is_stopped(fake: EngineConfig) -> None:
+    """After two deaths it runs alone; then it is refused, and the cluster goes on: others lose nothing by it."""
+    slow = replace(fake, fake_step_s=0.02)  # nobody gets a token before the worker is dead
+    async with cluster(slow, MAX_DEATHS_TOGETHER + 2) as it:
+        it.calls = PoisonedCalls(it.workers)
+        it.client._calls = it.calls
+        with pytest.raises(PoisonousRequestError):
+            await collect(it, request(GREEDY, POISON))
+        assert [asked.runs_alone for asked in it.calls.requests] == [False] * MAX_DEATHS_TOGETHER + [True]
+        it.calls.workers = it.workers[-1:]
+        assert len((await collect(it, request(replace(GREEDY, max_tokens=5), "next")))[0].token_ids) == 5
+
+
+async def test_nobody_runs_beside_a_request_that_runs_alone(fake: EngineConfig) -> None:
+    async with cluster(fake, 1) as it:
+        engine = it.workers[0].engine
+        first = asyncio.create_task(collect(it, request(replace(GREEDY, max_tokens=40), "first")))
+        await until(lambda: engine.stats().num_running == 1)
+        alone = replace(request(replace(GREEDY, n=2, max_tokens=40), "alone"), runs_alone=True)
+        second = asyncio.create_task(collect(it, alone))
+        await until(lambda: engine.stats().num_waiting == 2)
+        third = asyncio.create_task(collect(it, request(replace(GREEDY, max_tokens=40), "third")))
+        order: list[str] = []
+        for name, task in (("first", first), ("second", second), ("third", third)):
+            task.add_done_callback(lambda _, name=name: order.append(name))
+        await asyncio.gather(first, second, third)
+        assert order == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize("state", ["asked", "waiting", "running", "between two workers"])
+@pytest.mark.parametrize("signal", ["abort", "closed", "cancelled"])
+async def test_given_up_in_every_state(fake: EngineConfig, state: str, signal: str) -> None:
+    """Whoever gives it up, and however often: it ends, it is not resumed, and nothing is left of it."""
+    async with cluster(replace(fake, scheduler=replace(fake.scheduler, max_num_seqs=1))) as it:
+        engine = it.workers[0].engine
+        asked = request(replace(SAMPLED, max_tokens=400))
+        if state == "waiting":
+            it.calls.workers = it.workers[:1]
+            busy = it.client.stream(request(SAMPLED, "busy"))
+            await anext(busy)
+        elif state == "between two workers":
+            it.calls.workers = [it.workers[0], NoWorker(), NoWorker()]  # type: ignore[list-item]
+        stream = it.client.stream(asked)
+        reading = asyncio.create_task(anext(stream))
+        if state == "asked":
+            await asyncio.sleep(0)
+        elif state == "waiting":
+            await until(lambda: engine.stats().num_waiting == 1)
+        else:
+            await reading
+        if state == "between two workers":
+            reading = asyncio.create_task(read_all(stream))
+            await it.workers[0].kill()
+            await until(lambda: len(it.calls.requests) > 1)
+        elif state == "running":
+            reading = asyncio.create_task(read_all(stream))
+            await asyncio.sleep(0)
+        if signal == "abort":
+            it.client.abort(asked.request_id)
+            it.client.abort(asked.request_id)
+            with pytest.raises(RequestAbortedError):
+                await asyncio.wait_for(reading, DEADLINE_S)
+        else:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        await stream.aclose()
+        it.client.abort(asked.request_id)  # late
+        if state == "waiting":
+            await busy.aclose()
+        num_tries = len(it.calls.requests)
+        await it.until_idle()
+        assert len(it.calls.requests) == num_tries
+        assert it.client.num_live == 0
+
+
+async def read_all(stream: AsyncIterator[list[SequenceOutput]]) -> None:
+    async for _ in stream:
+        pass
+
+
+class NoWorker:
+    """Takes the call and does nothing, as a router does that knows no worker."""
+
+    def __init__(self) -> None:
+        self.death = asyncio.Event()
+        self.server = self
+
+    async def run_request(self, *_: object) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_request_of_nobody_is_swept_away(fake: EngineConfig) -> None:
+    """Scenario: its client goes while it waits for its turn, and Serve forgets to cancel its call."""
+    one_at_a_time = replace(fake, scheduler=replace(fake.scheduler, max_num_seqs=1))
+    async with cluster(one_at_a_time, 1, owned_period_s=0.02) as it:
+        busy = it.client.stream(request(replace(SAMPLED, max_tokens=400), "busy"))
+        await anext(busy)
+        left_behind = asyncio.create_task(it.workers[0].server.run_request(request(SAMPLED, "left behind"), "front"))
+        await asyncio.wait_for(left_behind, DEADLINE_S)
+        assert not (await anext(busy))[0].finish_reason
+        await busy.aclose()
+
+
+async def test_bad_progress_is_refused(fake: EngineConfig) -> None:
+    """A worker trusts no more than that: what cannot be gone on with is refused by name."""
+    asked = request(replace(GREEDY, n=2))
+    all_of_it = SampleProgress(tuple(range(NUM_TOKENS)))
+    ended = SampleProgress(has_ended=True)
+    async with cluster(fake, 1) as it:
+        for progress in [(ended,), (ended, ended), (all_of_it, ended), (SampleProgress((10**6,)), ended)]:
+            with pytest.raises(InvalidRequestError, match="progress"):
+                await it.workers[0].engine.run(replace(asked, progress=progress), lambda _: None)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.001)

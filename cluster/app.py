@@ -61,6 +61,13 @@ _FRONT_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
+# What all deployments have in common; Serve's own defaults differ between versions.
+_LIFECYCLE: dict[str, Any] = {
+    "health_check_period_s": _HEALTH_PERIOD_S,
+    "health_check_timeout_s": _ANSWER_DEADLINE_S,
+    "graceful_shutdown_wait_loop_s": 0.2,
+    "max_constructor_retry_count": 1,
+}
 _LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 logger = logging.getLogger(__name__)
@@ -104,6 +111,9 @@ def ray_environment(config: ClusterConfig, scratch: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections(config)),
         # It does not see a client hang up whose body it splices. Serve cannot turn that off: the lines follow this one.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure\n    no option splice-request\n    no option splice-response",
+        # An old HAProxy knows only old ingresses. Where all of these are gone, it takes so many tries, within seconds,
+        # until their health checks have failed and it turns to Serve's own proxy.
+        "RAY_SERVE_HAPROXY_RETRIES": "20",
         # Its own pages listen on all interfaces; on fixed ports two services on one machine would collide.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
@@ -151,10 +161,11 @@ def start_ray(config: ClusterConfig, *, address: str | None, scratch: Path) -> N
         _check_reachable(address)
         ray.init(address, log_to_driver=shows_logs, logging_level=logging.ERROR)
         return
-    # Workers reserve one CPU for each of their ranks, the ingress and Serve's own actors none.
+    # Workers reserve one CPU for each of their ranks, the ingress and Serve's own actors none. There is room for one
+    # more, so that a worker is replaced before it stops.
     ray.init(
         "local",  # whatever RAY_ADDRESS says
-        num_cpus=max(config.num_workers * config.engine.tensor_parallel_size, os.cpu_count() or 1),
+        num_cpus=max((config.num_workers + 1) * config.engine.tensor_parallel_size, os.cpu_count() or 1),
         include_dashboard=False,
         log_to_driver=shows_logs,
         logging_level=logging.ERROR,
@@ -185,20 +196,30 @@ def start_serve(config: ClusterConfig) -> None:
     )
 
 
-def deploy(config: ClusterConfig, limits: EngineLimits) -> None:
-    """Start to bring the service up; `is_up` says when it answers. `limits` are those of the engine config."""
+def deploy(config: ClusterConfig, limits: EngineLimits) -> Callable[[], None]:
+    """Start to bring the service up; `is_up` says when it answers. `limits` are those of the engine config.
+
+    Calling what is returned starts to replace all workers and ingresses, one after the other: first comes the new one,
+    then the old one finishes what it has, where there is room for one more.
+    """
     token = secrets.token_hex()
     directories = name_directories(config.num_directories)
-    workers, front = _workers(config, token, directories), _front(config, limits, token, directories)
+
+    def run() -> None:
+        workers, front = _workers(config, token, directories), _front(config, limits, token, directories)
+        serve.run_many(
+            [
+                RunTarget(workers, name=WORKERS_APP, route_prefix=None, logging_config=_LOGGING),
+                RunTarget(front, name=FRONT_APP, route_prefix="/", logging_config=_LOGGING),
+            ],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    _router_class(config)  # complains before anything is started
     start_directories(directories, token, config.log_level)
-    serve.run_many(
-        [
-            RunTarget(workers, name=WORKERS_APP, route_prefix=None, logging_config=_LOGGING),
-            RunTarget(front, name=FRONT_APP, route_prefix="/", logging_config=_LOGGING),
-        ],
-        wait_for_ingress_deployment_creation=False,
-        wait_for_applications_running=False,
-    )
+    run()
+    return run
 
 
 def is_up() -> bool:
@@ -320,7 +341,10 @@ def _workers(config: ClusterConfig, token: str, directories: list[ActorAddress])
         # In all: what waits at the routers is what no worker has room for yet.
         max_queued_requests=config.num_workers * (scheduler.max_num_seqs + scheduler.max_num_waiting),
         request_router_config=RequestRouterConfig(**ROUTER_OPTIONS | _router_class(config)),
-        **_lifecycle(config),
+        # What still runs on a replica that stops goes on at another one.
+        graceful_shutdown_timeout_s=config.drain_s,
+        max_surge_percent=_surge_percent(config, num_gpus),
+        **_LIFECYCLE,
     )
     # Nobody calls the root, so it has no process.
     root = serve.deployment(autoscaling_config={"initial_replicas": 0, "min_replicas": 0, "max_replicas": 1})
@@ -335,6 +359,14 @@ def _workers(config: ClusterConfig, token: str, directories: list[ActorAddress])
             partial(RayRanks, environment=_WORKER_ENVIRONMENT, num_gpus=num_gpus, log_level=config.log_level),
         )
     )
+
+
+def _surge_percent(config: ClusterConfig, num_gpus: int) -> int:
+    """Where a worker is replaced: one more at a time, if the cluster has room for it; else one less."""
+    needed = config.engine.tensor_parallel_size
+    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    has_room = free.get("GPU" if num_gpus else "CPU", 0.0) >= needed
+    return 1 if has_room or not _running_apps() else 0  # Serve rounds up
 
 
 def _placement(num_ranks: int, num_gpus: int) -> dict[str, Any]:
@@ -352,7 +384,10 @@ def _front(config: ClusterConfig, limits: EngineLimits, token: str, directories:
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": _FRONT_ENVIRONMENT}},
         max_ongoing_requests=config.max_http_requests,
         max_queued_requests=-1,
-        **_lifecycle(config),
+        # An ingress that is replaced ends with its last stream. When the service stops it is drained before.
+        graceful_shutdown_timeout_s=_LONGEST_STREAM_S,
+        max_surge_percent=100,
+        **_LIFECYCLE,
     )
     return front(serve.ingress()(Front)).bind(config, limits, token, WORKERS_APP, directories)
 
@@ -366,15 +401,3 @@ def _router_class(config: ClusterConfig) -> dict[str, Any]:
         return {"request_router_class": getattr(import_module(module), name)}
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError("router", str(error)) from error
-
-
-def _lifecycle(config: ClusterConfig) -> dict[str, Any]:
-    """What all deployments have in common; Serve's own defaults differ between versions."""
-    return {
-        "health_check_period_s": _HEALTH_PERIOD_S,
-        "health_check_timeout_s": _ANSWER_DEADLINE_S,
-        "graceful_shutdown_wait_loop_s": 0.2,
-        "graceful_shutdown_timeout_s": config.drain_s,
-        "max_constructor_retry_count": 1,
-        "max_surge_percent": 100,
-    }

@@ -65,7 +65,12 @@ class Front:
             if self._directory is not None
             else None
         )
-        client = ResumingClient(ServeWorkerCalls(handle, ingress_id), self._sessions, self._placer)
+        client = ResumingClient(
+            ServeWorkerCalls(handle, ingress_id),
+            self._sessions,
+            self._placer,
+            on_lost=lambda is_resumed: self._metrics.worker_lost(is_resumed=is_resumed),
+        )
         self._service = InferenceService(Tokenizer(config.engine.model_path), client, limits)
         grpc_log = GrpcLog(self._metrics)
         self._grpc = GrpcApi(self._service, config.served_model_name, grpc_log)

@@ -1,9 +1,8 @@
 """`pagoda serve`: the whole service on this machine, or on a Ray cluster that runs already."""
 
 import os
-import signal
-import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +12,7 @@ import click
 
 from pagoda.cluster.commands.config_file import config_options, dump_config
 from pagoda.cluster.commands.options import engine_config, engine_options, engine_settings, share_cores
+from pagoda.cluster.commands.service_signals import ServiceSignals
 from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
 from pagoda.cluster.listening import problem_with_listening
@@ -23,6 +23,7 @@ from pagoda.worker.errors import ConfigError
 
 _CHECK_PERIOD_S = 15.0
 _START_CHECK_PERIOD_S = 0.1
+_REPLACED_CHECK_PERIOD_S = 1.0
 
 
 @click.command()
@@ -92,22 +93,13 @@ def serve(
 
 
 def _run(config: ClusterConfig, limits: EngineLimits, ray_address: str | None, begin: float) -> None:
-    """Bring the service up and keep it until a signal comes. The first signal lets running requests end."""
-    interrupted, hurry = threading.Event(), threading.Event()
+    """Bring the service up and keep it until a signal comes. The first signal lets running requests end.
 
-    def on_signal(*_: object) -> None:
-        if hurry.is_set():
-            raise KeyboardInterrupt  # the third one waits for nothing
-        if interrupted.is_set():
-            hurry.set()  # the second one aborts what runs
-        interrupted.set()
-
-    def take_signals() -> None:
-        for signal_number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signal_number, on_signal)
-
+    SIGUSR2 has all workers and ingresses replaced.
+    """
+    signals = ServiceSignals()
     if ray_address is None:
-        take_signals()  # a Ray that is half started must be taken down; one that is not ours may be left at once
+        signals.take()  # a Ray that is half started must be taken down; one that is not ours may be left at once
 
     def say(what: str) -> None:
         click.echo(f"[{time.monotonic() - begin:5.1f} s] {what}", err=True)
@@ -127,7 +119,7 @@ def _run(config: ClusterConfig, limits: EngineLimits, ray_address: str | None, b
     name, num_workers = config.served_model_name, config.num_workers
     with TemporaryDirectory(prefix="pagoda-", ignore_cleanup_errors=True) as scratch:
         start_ray(config, address=ray_address, scratch=Path(scratch))
-        take_signals()  # Ray has put its own handlers in their place, which abort
+        signals.take()  # Ray has put its own handlers in their place, which abort
         cluster = watch_local_cluster(config, Path(scratch), on_ray_dead) if ray_address is None else None
         try:
             num_ranks = config.engine.tensor_parallel_size
@@ -138,19 +130,34 @@ def _run(config: ClusterConfig, limits: EngineLimits, ray_address: str | None, b
             except RuntimeError:  # which does not say why
                 _check_ports(config)
                 raise
-            deploy(config, limits)
-            while not interrupted.is_set() and not is_up():
-                interrupted.wait(_START_CHECK_PERIOD_S)
-            if not interrupted.is_set():
+            replace_replicas = deploy(config, limits)
+            while not signals.interrupted.is_set() and not is_up():
+                signals.wait(_START_CHECK_PERIOD_S)
+            if not signals.interrupted.is_set():
                 grpc = f" and by gRPC at {config.host}:{config.grpc_port}" if config.grpc_port else ""
                 say(f"{name} is served at http://{config.host}:{config.port}/v1{grpc} (Ctrl-C stops it)")
                 if cluster is not None:
                     cluster.watch_proxy()
-            while not interrupted.wait(_CHECK_PERIOD_S):
-                is_up()
+            _watch(signals, replace_replicas, is_up, say)
         finally:
             say("stopping")
-            shut_down(drain_s=config.drain_s, hurry=hurry, cluster=cluster)
+            shut_down(drain_s=config.drain_s, hurry=signals.hurry, cluster=cluster)
+
+
+def _watch(
+    signals: ServiceSignals, replace_replicas: Callable[[], None], is_up: Callable[[], bool], say: Callable[[str], None]
+) -> None:
+    """Until it is interrupted. Raises what `is_up` raises."""
+    was_up = True
+    while not signals.interrupted.is_set():
+        if signals.is_replacing():
+            say("replacing all workers and ingresses, one after the other")
+            replace_replicas()
+            was_up = False
+        elif is_up() and not was_up:
+            say("all workers and ingresses are replaced")
+            was_up = True
+        signals.wait(_CHECK_PERIOD_S if was_up else _REPLACED_CHECK_PERIOD_S)
 
 
 def _check_ports(config: ClusterConfig) -> None:

@@ -31,7 +31,13 @@ PLACEMENTS = Definition(
     "Requests placed, by the directory's reason; none: no directory answered in time, placed by load.",
     ("reason",),
 )
-DEFINITIONS = (HTTP_REQUESTS, GRPC_REQUESTS, SCRAPE_FAILURES, PLACEMENTS)
+LOSSES = Definition(
+    f"{PREFIX}worker_losses_total",
+    "counter",
+    "Times that a request lost its worker; it then went on at another one, or was given up.",
+    ("outcome",),
+)
+DEFINITIONS = (HTTP_REQUESTS, GRPC_REQUESTS, SCRAPE_FAILURES, PLACEMENTS, LOSSES)
 
 
 class IngressMetrics:
@@ -44,6 +50,7 @@ class IngressMetrics:
         self._grpc_requests = instruments.value(GRPC_REQUESTS)
         self._scrape_failures = instruments.value(SCRAPE_FAILURES)
         self._placements = instruments.value(PLACEMENTS)
+        self._losses = instruments.value(LOSSES, known=[("resumed",), ("given_up",)])
         self._instruments = instruments
 
     def request_ends(self, path: str, status: int) -> None:
@@ -57,6 +64,10 @@ class IngressMetrics:
     def placed(self, reason: str) -> None:
         """A request was placed."""
         self._placements.add(labels=(reason,))
+
+    def worker_lost(self, *, is_resumed: bool) -> None:
+        """A request lost its worker."""
+        self._losses.add(labels=("resumed" if is_resumed else "given_up",))
 
     def exposition(self, workers: Sequence[str | None]) -> str:
         """All series, with each worker's exposition or None where there is none."""

@@ -6,8 +6,9 @@ Which worker that is, is said by the directory (`Placer`) and decided by whoever
 import asyncio
 import contextlib
 import contextvars
+import logging
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -15,9 +16,11 @@ from pagoda.cluster.ingress.progress import RequestProgress
 from pagoda.cluster.ingress.service import RequestAbortedError
 from pagoda.cluster.ingress.sessions import WorkerLostError, WorkerSessions
 from pagoda.cluster.placer import Placer
-from pagoda.worker.errors import EngineStoppedError, OverloadedError
+from pagoda.worker.errors import EngineStoppedError, OverloadedError, PagodaError
 from pagoda.worker.pending_outputs import PendingOutputs
 from pagoda.worker.types import MAX_SEED, Request, RequestId, SequenceOutput
+
+logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
 """Workers that a new request is offered to, if they refuse it: others may have room. One that was accepted once is
@@ -34,6 +37,9 @@ class WorkerFullError(OverloadedError):
 
 class WorkerStoppingError(EngineStoppedError):
     """The worker that was chosen takes no requests any more, or not yet."""
+
+
+_OTHERS_MAY_TAKE_IT = (WorkerFullError, WorkerStoppingError)
 
 
 class WorkerCalls(Protocol):
@@ -63,6 +69,8 @@ class _Live:
     def __init__(self, progress: RequestProgress) -> None:
         self.progress = progress
         self.is_aborted = False
+        self.num_failures = 0
+        """In a row, since anything was heard of it."""
         self.attempt_id: RequestId | None = None
         """While a worker runs it or may."""
         self.outputs: PendingOutputs | None = None
@@ -75,8 +83,19 @@ class _Live:
 class ResumingClient:
     """Implements `WorkerClient`. One event loop."""
 
-    def __init__(self, calls: WorkerCalls, sessions: WorkerSessions, placer: Placer | None = None) -> None:
-        """Without a `placer`, `calls` choose by load alone."""
+    def __init__(
+        self,
+        calls: WorkerCalls,
+        sessions: WorkerSessions,
+        placer: Placer | None = None,
+        *,
+        on_lost: Callable[[bool], None] = lambda _: None,
+    ) -> None:
+        """Without a `placer`, `calls` choose by load alone.
+
+        `on_lost` hears each time that a request loses its worker whether it goes on (True) or is given up.
+        """
+        self._on_lost = on_lost
         self._calls = calls
         self._sessions = sessions
         self._placer = placer
@@ -97,8 +116,6 @@ class ResumingClient:
         progress = RequestProgress(request)
         live = self._live[request.request_id] = _Live(progress)
         avoided: set[str] = set()
-        num_failures = 0
-        """Since anything was heard of it."""
         try:
             while not progress.has_ended:
                 live.check_not_aborted()
@@ -107,29 +124,39 @@ class ResumingClient:
                 try:
                     async with contextlib.aclosing(self._try(attempt, ranked, live)) as batches:
                         async for batch in batches:
-                            num_failures = 0
+                            live.num_failures = 0
                             yield batch
                     return
                 except WorkerLostError as error:
-                    progress.lose_worker(error)
-                    num_failures += 1
-                    if num_failures >= MAX_FAILURES:
-                        raise
+                    self._go_on(live, attempt, error)
                 except (OverloadedError, WorkerStoppingError) as error:
-                    num_failures += 1
-                    is_final = num_failures >= MAX_TRIES or not isinstance(error, WorkerFullError | WorkerStoppingError)
+                    live.num_failures += 1
+                    is_final = live.num_failures >= MAX_TRIES or not isinstance(error, _OTHERS_MAY_TAKE_IT)
                     if is_final and not progress.is_accepted:
                         raise
                 finally:
                     if self._placer is not None:
                         self._placer.gone(attempt.request_id)
                 avoided.update(ranked[:1])
-                if num_failures:
-                    await asyncio.sleep(min(_PAUSE_S[0] * 1.5 ** (num_failures - 1), _PAUSE_S[1]))
-                    if num_failures % MAX_TRIES == 0:
-                        avoided.clear()  # those that had no room may have some by now
+                await asyncio.sleep(min(_PAUSE_S[0] * 1.5 ** (live.num_failures - 1), _PAUSE_S[1]))
+                if live.num_failures % MAX_TRIES == 0:
+                    avoided.clear()  # those that had no room may have some by now
         finally:
             del self._live[request.request_id]
+
+    def _go_on(self, live: _Live, attempt: Request, error: WorkerLostError) -> None:
+        """A worker is lost. Raises what ends the request if it is not tried again."""
+        live.num_failures += 1
+        try:
+            live.progress.lose_worker(error)
+            if live.num_failures >= MAX_FAILURES:
+                raise error
+        except PagodaError:
+            logger.warning("request %s is given up: %s", attempt.request_id, error)
+            self._on_lost(False)
+            raise
+        logger.info("request %s goes on at another worker: %s", attempt.request_id, error)
+        self._on_lost(True)
 
     def abort(self, request_id: RequestId) -> None:
         """End it on its worker, whichever ingress it came through; if it came through this one, also here."""

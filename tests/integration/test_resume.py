@@ -87,7 +87,9 @@ class Cluster:
     def __init__(self, workers: list[Worker], sessions: WorkerSessions) -> None:
         self.workers = workers
         self.calls = Calls(workers)
-        self.client = ResumingClient(self.calls, sessions)
+        self.losses: list[bool] = []
+        """Whether the request went on, each time that one lost its worker."""
+        self.client = ResumingClient(self.calls, sessions, on_lost=self.losses.append)
 
     async def until_idle(self) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -194,6 +196,7 @@ async def test_same_outputs_as_if_no_worker_had_died(real: EngineConfig, samplin
     async with cluster(real, 3) as it:
         found = await collect(it, request(sampling), kills_at=[20, 60])
         assert len(it.calls.requests) == 3
+        assert it.losses == [True, True]
         await it.until_idle()
     assert shown(found) == shown(expected)
 
@@ -341,6 +344,7 @@ async def test_request_that_kills_its_workers_is_stopped(fake: EngineConfig) -> 
         with pytest.raises(PoisonousRequestError):
             await collect(it, request(GREEDY, POISON))
         assert [asked.runs_alone for asked in it.calls.requests] == [False] * MAX_DEATHS_TOGETHER + [True]
+        assert it.losses == [True] * MAX_DEATHS_TOGETHER + [False]
         it.calls.workers = it.workers[-1:]
         assert len((await collect(it, request(replace(GREEDY, max_tokens=5), "next")))[0].token_ids) == 5
 

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import gc
 import json
+import logging
 import os
 import sys
 import time
@@ -58,6 +59,7 @@ def main() -> None:
     chosen = options.scenarios or SCENARIOS
     if unknown := set(chosen) - set(SCENARIOS):
         parser.error(f"no such scenario: {', '.join(sorted(unknown))}")
+    logging.getLogger("pagoda").setLevel(logging.ERROR)  # a directory's warnings of workers that are killed
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     model = ModelStore(DEFAULT_STORE).fetch(DEFAULT_MODEL, progress=lambda *_: None)
     results: dict[str, dict[str, Any]] = {}

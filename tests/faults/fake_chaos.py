@@ -11,7 +11,7 @@ from typing import Any
 from chaos_plan import ChaosPlan, Fault, FaultKind
 from fake_cluster import ClusterShape, Directory, FakeCluster, fake_cluster
 from fake_load import FakeLoad, LoadCounts
-from leaks import Baseline, Leaks, leaks_after_rest
+from leaks import NO_BASELINE, Baseline, Leaks, leaks_after_rest
 from processes import kill, paused
 from tcp_proxy import TcpProxy
 
@@ -118,7 +118,7 @@ async def _warm_up(load: FakeLoad, cluster: FakeCluster) -> None:
         await asyncio.sleep(0.05)
     load.is_stopping = True
     await running
-    await leaks_after_rest(cluster, Baseline(10**6, 10**6, 0), deadline_s=REST_DEADLINE_S)
+    await leaks_after_rest(cluster, NO_BASELINE, deadline_s=REST_DEADLINE_S)
 
 
 class _Breaker:

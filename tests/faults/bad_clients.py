@@ -27,7 +27,11 @@ _METHODS = ("Generate", "Chat", "Tokenize", "Abort", "Nothing")
 class BadClients:
     """Against one service, over HTTP and gRPC, until they are told to stop."""
 
-    def __init__(self, url: str, grpc_address: str, model: str, seed: int) -> None:
+    def __init__(
+        self, url: str, grpc_address: str, model: str, seed: int, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`say` hears of each answer that may not be."""
+        self._say = say
         self._http = httpx.AsyncClient(base_url=url, timeout=_LIMIT_S)
         self._host, _, port = url.rpartition("/")[2].rpartition(":")
         self._port = int(port)
@@ -74,11 +78,11 @@ class BadClients:
                 async with asyncio.timeout(_LIMIT_S + 5):
                     await self._kinds[kind]()
             except (TimeoutError, httpx.TimeoutException):
-                self.problems.append(f"{kind}: no answer within {time.monotonic() - begin_s:.0f} s")
+                self._complain(f"{kind}: no answer within {time.monotonic() - begin_s:.0f} s")
             except (httpx.HTTPError, OSError, asyncio.IncompleteReadError):
                 self.num_broken[kind] += 1
             except Exception as error:  # noqa: BLE001  (whatever it is, the others go on)
-                self.problems.append(f"{kind}: {type(error).__name__}: {error}")
+                self._complain(f"{kind}: {type(error).__name__}: {error}")
             await asyncio.sleep(0.2 * self._draw.random())
 
     def _body(self, **fields: Any) -> bytes:
@@ -87,7 +91,11 @@ class BadClients:
     async def _post(self, content: bytes, expected: set[int]) -> None:
         response = await self._http.post("/v1/completions", content=content)
         if response.status_code not in expected | _GATEWAY_STATUSES:
-            self.problems.append(f"{response.status_code} instead of {sorted(expected)}: {response.text[:200]}")
+            self._complain(f"{response.status_code} instead of {sorted(expected)}: {response.text[:200]!r}")
+
+    def _complain(self, problem: str) -> None:
+        self.problems.append(problem)
+        self._say(f"PROBLEM {problem}")
 
     async def _send_grpc_garbage(self) -> None:
         """Bytes that are no message, to methods that there are and one that there is not."""

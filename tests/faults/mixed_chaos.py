@@ -126,7 +126,7 @@ async def run_mixed_chaos(
 async def _mistreat(
     service: ServedCluster, model: Path, plan: ChaosPlan, disk: Path | None, folder: Path, say: Callable[[str], None]
 ) -> MixedOutcome:
-    samples, bad = Samples(), BadClients(service.url, service.grpc_address, service.model, plan.seed)
+    samples, bad = Samples(), BadClients(service.url, service.grpc_address, service.model, plan.seed, say)
     breaker = _Breaker(service, disk, say)
     sampling = asyncio.create_task(samples.take(service))
     clients = asyncio.create_task(bad.run(_NUM_BAD))
@@ -148,7 +148,7 @@ async def _mistreat(
     failed, excused = judge([record for result in results for record in result.records], breaker.done)
     oracle = _ChatOracle(model)
     wrong = [problem for result in results for problem in oracle.wrong(result)]
-    for problem in (*failed[:20], *wrong[:20], *bad.problems[:20]):
+    for problem in (*failed[:20], *wrong[:20]):
         say(f"PROBLEM {problem}")
     samples.plot(folder / "chaos.svg", [(at_s, str(fault.kind)) for at_s, fault in breaker.done])
     return MixedOutcome(

@@ -20,6 +20,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import RunTarget
+from ray.serve._private.haproxy import get_haproxy_binary
 from ray.serve.config import HTTPOptions, RequestRouterConfig, gRPCOptions
 from ray.serve.schema import LoggingConfig
 
@@ -32,6 +33,8 @@ from pagoda.cluster.local_cluster import LocalCluster
 from pagoda.cluster.replica import Worker, WorkersRoot
 from pagoda.cluster.router import ROUTER_OPTIONS
 from pagoda.cluster.tensor_parallel import RayRanks
+from pagoda.cluster.tls_front import TlsFront, TlsListener
+from pagoda.worker.cluster_tls import ClusterTls, make_cluster_tls
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.errors import ConfigError, PagodaError
 
@@ -203,10 +206,11 @@ def deploy(config: ClusterConfig, limits: EngineLimits) -> Callable[[], None]:
     then the old one finishes what it has, where there is room for one more.
     """
     token = secrets.token_hex()
+    tls = make_cluster_tls() if config.inner_tls else None
     directories = name_directories(config.num_directories)
 
     def run() -> None:
-        workers, front = _workers(config, token, directories), _front(config, limits, token, directories)
+        workers, front = _workers(config, token, directories, tls), _front(config, limits, token, directories, tls)
         serve.run_many(
             [
                 RunTarget(workers, name=WORKERS_APP, route_prefix=None, logging_config=_LOGGING),
@@ -217,7 +221,7 @@ def deploy(config: ClusterConfig, limits: EngineLimits) -> Callable[[], None]:
         )
 
     _router_class(config)  # complains before anything is started
-    start_directories(directories, token, config.log_level)
+    start_directories(directories, token, config.log_level, tls)
     run()
     return run
 
@@ -250,6 +254,14 @@ def watch_local_cluster(config: ClusterConfig, scratch: Path, on_ray_dead: Calla
         replace_proxy=_kill_proxy_managers,
         on_ray_dead=on_ray_dead,
     )
+
+
+def tls_front(config: ClusterConfig, inner: ClusterConfig, scratch: Path) -> TlsFront:
+    """What takes TLS where `config` says and passes it on to `inner`; nothing if nobody asks for it."""
+    listeners = [TlsListener("http", f"{config.host}:{config.port}", "http/1.1", inner.port)]
+    if config.grpc_port:
+        listeners.append(TlsListener("grpc", f"{config.host}:{config.grpc_port}", "h2", inner.grpc_port))
+    return TlsFront(get_haproxy_binary(), scratch, config.tls, listeners, max_connections=_max_connections(config))
 
 
 def _kill_proxy_managers() -> None:
@@ -325,7 +337,7 @@ def _drain_ingresses(front: Any, drain_s: float, hurry: threading.Event) -> None
     raise TimeoutError("no answer from an ingress")
 
 
-def _workers(config: ClusterConfig, token: str, directories: list[ActorAddress]) -> Any:
+def _workers(config: ClusterConfig, token: str, directories: list[ActorAddress], tls: ClusterTls | None) -> Any:
     scheduler = config.engine.scheduler
     num_gpus = 1 if config.engine.device.startswith("cuda") else 0
     worker = serve.deployment(
@@ -336,8 +348,8 @@ def _workers(config: ClusterConfig, token: str, directories: list[ActorAddress])
             "runtime_env": {"env_vars": _WORKER_ENVIRONMENT},
         },
         **_placement(config.engine.tensor_parallel_size, num_gpus),
-        # Room for one more than the engine takes, so that the engine is what refuses.
-        max_ongoing_requests=scheduler.max_num_seqs + scheduler.max_num_waiting + 1,
+        # Room for one more than the engine takes, so that the engine is what refuses, and says who has to go.
+        max_ongoing_requests=scheduler.max_num_seqs + 2 * scheduler.max_num_waiting + 1,
         # In all: what waits at the routers is what no worker has room for yet.
         max_queued_requests=config.num_workers * (scheduler.max_num_seqs + scheduler.max_num_waiting),
         request_router_config=RequestRouterConfig(**ROUTER_OPTIONS | _router_class(config)),
@@ -357,6 +369,7 @@ def _workers(config: ClusterConfig, token: str, directories: list[ActorAddress])
             directories,
             config.log_level,
             partial(RayRanks, environment=_WORKER_ENVIRONMENT, num_gpus=num_gpus, log_level=config.log_level),
+            tls,
         )
     )
 
@@ -377,7 +390,13 @@ def _placement(num_ranks: int, num_gpus: int) -> dict[str, Any]:
     return {"placement_group_bundles": [bundle] * num_ranks, "placement_group_strategy": "PACK"}
 
 
-def _front(config: ClusterConfig, limits: EngineLimits, token: str, directories: list[ActorAddress]) -> Any:
+def _front(
+    config: ClusterConfig,
+    limits: EngineLimits,
+    token: str,
+    directories: list[ActorAddress],
+    tls: ClusterTls | None,
+) -> Any:
     front = serve.deployment(
         name="Front",
         num_replicas=config.num_ingresses,
@@ -389,7 +408,7 @@ def _front(config: ClusterConfig, limits: EngineLimits, token: str, directories:
         max_surge_percent=100,
         **_LIFECYCLE,
     )
-    return front(serve.ingress()(Front)).bind(config, limits, token, WORKERS_APP, directories)
+    return front(serve.ingress()(Front)).bind(config, limits, token, WORKERS_APP, directories, tls)
 
 
 def _router_class(config: ClusterConfig) -> dict[str, Any]:

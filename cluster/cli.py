@@ -16,7 +16,7 @@ import click
 from pagoda import __version__
 from pagoda.worker.errors import ConfigError, PagodaError
 
-_COMMANDS = ("serve", "chat", "bench", "directory", "doctor", "generate", "lookup", "model", "top")
+_COMMANDS = ("serve", "chat", "bench", "directory", "doctor", "generate", "lookup", "model", "tenants", "top")
 """Each is the function of its name in the module of its name."""
 _IN_OTHER_UNITS = {"memory_bytes": "kv_cache_gib", "max_body_bytes": "max_body_mib"}
 """Settings whose options have another name."""

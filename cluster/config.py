@@ -2,10 +2,12 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
 from pagoda.cluster.listening import HOSTS
 from pagoda.cluster.logs import LOG_LEVELS, LogLevel
+from pagoda.cluster.tls_front import TlsFiles
 from pagoda.worker.config import EngineConfig, require_in_range
 from pagoda.worker.errors import ConfigError
 
@@ -23,6 +25,12 @@ class ClusterConfig:
     port: int = 8000
     grpc_port: int = 0
     """0 leaves gRPC out."""
+    tenants_path: Path | None = None
+    """The file that says whose keys are taken; None takes everybody. On several machines, each has it there."""
+    tls: TlsFiles | None = None
+    """For HTTP and gRPC; None serves both in the clear."""
+    inner_tls: bool = True
+    """Whether workers, ingresses and directories talk to each other by TLS."""
     max_body_bytes: int = MAX_BODY_BYTES
     """Largest HTTP request body."""
     num_workers: int = 1
@@ -34,6 +42,8 @@ class ClusterConfig:
     """Prefix directories, which say where requests go; without any they go by load alone."""
     drain_s: float = 10.0
     """How long running requests may go on when the service stops."""
+    request_timeout_s: float = 3600.0
+    """The most that a request may take, and what one may that asks for no less."""
     max_http_requests: int = 4096
     """HTTP requests that the ingress works on at once; more wait in the proxy."""
     log_level: LogLevel = "warning"
@@ -55,6 +65,7 @@ class ClusterConfig:
             raise ConfigError("router", f"must be module:Class, got {self.router!r}")
         require_in_range("num_directories", self.num_directories, 0, 8)
         require_in_range("drain_s", self.drain_s, 0, 3600)
+        require_in_range("request_timeout_s", self.request_timeout_s, 0.001, 7 * 24 * 3600)
         require_in_range("max_http_requests", self.max_http_requests, 1, 2**20)
         if self.log_level not in LOG_LEVELS:
             raise ConfigError("log_level", f"must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")

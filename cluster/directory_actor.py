@@ -11,6 +11,7 @@ from ray.actor import ActorHandle
 
 from pagoda.cluster.directory.server import DirectoryServer
 from pagoda.cluster.logs import LogLevel, log_through_serve
+from pagoda.worker.cluster_tls import ClusterTls
 
 _NAMESPACE = "pagoda-directories"
 
@@ -18,9 +19,10 @@ _NAMESPACE = "pagoda-directories"
 class DirectoryActor:
     """One directory. Starts to listen when it is first asked where."""
 
-    def __init__(self, token: str, log_level: LogLevel) -> None:
+    def __init__(self, token: str, log_level: LogLevel, tls: ClusterTls | None = None) -> None:
         log_through_serve(log_level)
         self._token = token
+        self._tls = tls
         self._server: DirectoryServer | None = None
         self._address: str | None = None
         self._starting = asyncio.Lock()
@@ -30,7 +32,7 @@ class DirectoryActor:
         async with self._starting:
             if self._address is None:
                 host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-                self._server = DirectoryServer(token=self._token)
+                self._server = DirectoryServer(token=self._token, tls=self._tls)
                 self._address = f"{host}:{await self._server.start(f'{host}:0')}"
         return self._address
 
@@ -56,11 +58,13 @@ def name_directories(count: int) -> list[ActorAddress]:
     return [ActorAddress(f"directory-{uuid.uuid4().hex[:8]}-{number}") for number in range(count)]
 
 
-def start_directories(directories: Sequence[ActorAddress], token: str, log_level: LogLevel) -> None:
+def start_directories(
+    directories: Sequence[ActorAddress], token: str, log_level: LogLevel, tls: ClusterTls | None
+) -> None:
     """Start them, and end those of a service that was here before."""
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(DirectoryActor)
     for each in directories:
-        actor.options(name=each.name, namespace=_NAMESPACE, lifetime="detached").remote(token, log_level)
+        actor.options(name=each.name, namespace=_NAMESPACE, lifetime="detached").remote(token, log_level, tls)
     stop_directories(keep={each.name for each in directories})
 
 

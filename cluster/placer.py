@@ -2,19 +2,22 @@
 
 import asyncio
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
 from pagoda.cluster.directory.client import DirectoryClient, PlacementQuery
 from pagoda.cluster.ingress.directory_api import DirectoryUnavailableError
-from pagoda.worker.block_hash import BlockHash, HashDomain, hash_blocks
+from pagoda.worker.block_hash import BlockHash, HashChain, HashDomain
 from pagoda.worker.types import Request, RequestId
 
-_MAX_ROOTS = 4096
+_MAX_CHAINS = 4096
 _LONG_PROMPT = 8192
 """Tokens from which on hashing takes milliseconds, which a thread of its own may spend."""
+
+
+_REASONS = frozenset({"only", "prefix", "load", "spread", "given"})
+"""A directory that says others must not make a series for each."""
 
 
 class Placer:
@@ -38,21 +41,22 @@ class Placer:
         self._client = client
         self._model = model
         self._domain = domain
-        self._roots: dict[tuple[HashDomain, bytes], BlockHash] = {}
+        self._chains: dict[tuple[HashDomain, bytes, int], HashChain] = {}
 
     async def rank(self, request: Request, *, exclude: Collection[str] = ()) -> tuple[str, ...]:
         """Workers for a request, by boot id, the best first; empty if nobody can say. Reserves its load at the best."""
         domain = self._domain()
         if domain is None:
             return ()
-        tokens, root = request.prompt_token_ids, self._root(domain, request.salt)
+        tokens = request.prompt_token_ids
+        chain = self._chain(domain, request.salt, request.num_public_tokens)
         takes_hits = request.sampling.prompt_logprobs is None
         if not takes_hits:
             hashes: list[BlockHash] = []
         elif len(tokens) < _LONG_PROMPT:
-            hashes = hash_blocks(root, tokens, domain.block_size)
+            hashes = chain.blocks(tokens, domain.block_size)
         else:
-            hashes = await asyncio.to_thread(hash_blocks, root, tokens, domain.block_size)
+            hashes = await asyncio.to_thread(chain.blocks, tokens, domain.block_size)
         query = PlacementQuery(
             request.request_id,
             self._model,
@@ -65,7 +69,7 @@ class Placer:
         if answer is not None and (gone := [name for name in answer.ranked if not self._is_routable(name)]):
             # They are about to stop, or the directory has not heard yet: its load belongs where the request can go.
             answer = await self._client.place(query, exclude={*exclude, *gone}) or answer
-        self._on_placed("none" if answer is None else answer.reason)
+        self._on_placed("none" if answer is None else answer.reason if answer.reason in _REASONS else "other")
         return () if answer is None else tuple(answer.ranked)
 
     async def stats(self) -> dict[str, Any]:
@@ -78,12 +82,14 @@ class Placer:
         )
         return answer
 
-    async def holders(self, token_ids: list[int]) -> list[dict[str, Any]]:
-        """Implements `DirectoryView`; of blocks without salt."""
+    async def holders(
+        self, token_ids: list[int], *, salt: bytes = b"", num_public_tokens: int = 0
+    ) -> list[dict[str, Any]]:
+        """Implements `DirectoryView`."""
         domain = self._domain()
         answer = None
         if domain is not None:
-            hashes = hash_blocks(self._root(domain, b""), token_ids, domain.block_size)
+            hashes = self._chain(domain, salt, num_public_tokens).blocks(token_ids, domain.block_size)
             answer = await self._client.lookup(self._model, hashes)
         if domain is None or answer is None:
             raise DirectoryUnavailableError("no directory answers")
@@ -105,10 +111,11 @@ class Placer:
         """It has ended, or no worker has taken it. May be called after `begun`."""
         self._client.gone(request_id)
 
-    def _root(self, domain: HashDomain, salt: bytes) -> BlockHash:
-        root = self._roots.get((domain, salt))
-        if root is None:
-            if len(self._roots) >= _MAX_ROOTS:
-                self._roots.clear()
-            root = self._roots[domain, salt] = replace(domain, salt=salt).root()
-        return root
+    def _chain(self, domain: HashDomain, salt: bytes, num_public_tokens: int) -> HashChain:
+        key = (domain, salt, num_public_tokens)
+        chain = self._chains.get(key)
+        if chain is None:
+            if len(self._chains) >= _MAX_CHAINS:
+                self._chains.clear()
+            chain = self._chains[key] = domain.chain(salt, num_public_tokens=num_public_tokens)
+        return chain

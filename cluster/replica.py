@@ -14,6 +14,7 @@ from pagoda.cluster.ingress.sessions import WorkerEndpoint
 from pagoda.cluster.logs import LogLevel, log_through_serve
 from pagoda.proto import directory_pb2 as pb
 from pagoda.worker.async_engine import AsyncEngine
+from pagoda.worker.cluster_tls import ClusterTls
 from pagoda.worker.config import EngineConfig
 from pagoda.worker.errors import InvalidRequestError, OverloadedError, PagodaError, RankLostError
 from pagoda.worker.load_report import LoadReport
@@ -37,15 +38,17 @@ class Worker:
         directories: Sequence[Resolve],
         log_level: LogLevel,
         start_ranks: StartRanks,
+        tls: ClusterTls | None = None,
     ) -> None:
         """`own_address` gives the address of this host that ingress processes can dial; `token` is theirs to show.
 
         What happens in the cache of `model_name` is told to the `directories`. `start_ranks` starts the processes of
-        all ranks but this one, if there are others.
+        all ranks but this one, if there are others. `tls` is for all connections of the cluster.
         """
         log_through_serve(log_level)
         self._boot_id = uuid.uuid4().hex
         self._token = token
+        self._tls = tls
         self._own_address = own_address
         self._engine = AsyncEngine(
             config,
@@ -64,7 +67,7 @@ class Worker:
 
     async def record_replica_metadata(self) -> dict[str, str]:
         """Serve calls this once the worker is made, and hands the result to every router."""
-        self._server = WorkerServer(self._engine, token=self._token)
+        self._server = WorkerServer(self._engine, token=self._token, tls=self._tls)
         address = await self._server.start(self._own_address())
         domain = self._engine.hash_domain
         if self._directories and self._publisher is None:
@@ -81,7 +84,7 @@ class Worker:
                 layout=self._engine.layout.fingerprint(),
                 tensor_parallel_size=self._engine.layout.tensor_parallel_size,
             )
-            self._publisher = DirectoryPublisher(hello, self._directories, token=self._token)
+            self._publisher = DirectoryPublisher(hello, self._directories, token=self._token, tls=self._tls)
             self._publisher.start()
         return WorkerEndpoint(address, self._boot_id, domain).as_metadata()
 

@@ -54,6 +54,6 @@ class ServeWorkerCalls:
         if isinstance(refusal, EngineStoppedError):
             raise WorkerStoppingError(str(refusal))
         if isinstance(refusal, OverloadedError):
-            raise WorkerFullError(str(refusal))
+            raise WorkerFullError(str(refusal), retry_after_s=refusal.retry_after_s)
         if refusal is not None:
             raise refusal

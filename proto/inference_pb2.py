@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpagoda/proto/inference.proto\x12\tpagoda.v1\"\xfa\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x0e\n\x01n\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x08 \x01(\rH\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x01H\n\x88\x01\x01\x12\x36\n\nlogit_bias\x18\x0f \x03(\x0b\x32\".pagoda.v1.Sampling.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x04\n\x02_nB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"\xb1\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.pagoda.v1.TokenIdsH\x00\x12%\n\x08sampling\x18\x04 \x01(\x0b\x32\x13.pagoda.v1.Sampling\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\nrequest_id\x18\x06 \x01(\tB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8f\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x08messages\x18\x02 \x03(\x0b\x32\x12.pagoda.v1.Message\x12%\n\x08sampling\x18\x03 \x01(\x0b\x32\x13.pagoda.v1.Sampling\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xba\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.pagoda.v1.TokenLogprobs\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.pagoda.v1.Usage\"U\n\rTokenLogprobs\x12#\n\x07sampled\x18\x01 \x01(\x0b\x32\x12.pagoda.v1.Logprob\x12\x1f\n\x03top\x18\x02 \x03(\x0b\x32\x12.pagoda.v1.Logprob\";\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"j\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12/\n\x0c\x63onversation\x18\x03 \x01(\x0b\x32\x17.pagoda.v1.ConversationH\x00\x42\x07\n\x05input\"4\n\x0c\x43onversation\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.pagoda.v1.Message\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.pagoda.v1.ModelInfo\".\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse2\xdd\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.pagoda.v1.GenerateRequest\x1a\x1b.pagoda.v1.GenerateResponse0\x01\x12=\n\x04\x43hat\x12\x16.pagoda.v1.ChatRequest\x1a\x1b.pagoda.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.pagoda.v1.TokenizeRequest\x1a\x1b.pagoda.v1.TokenizeResponse\x12I\n\nListModels\x12\x1c.pagoda.v1.ListModelsRequest\x1a\x1d.pagoda.v1.ListModelsResponse\x12:\n\x05\x41\x62ort\x12\x17.pagoda.v1.AbortRequest\x1a\x18.pagoda.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpagoda/proto/inference.proto\x12\tpagoda.v1\"\xfa\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x0e\n\x01n\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x08 \x01(\rH\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x01H\n\x88\x01\x01\x12\x36\n\nlogit_bias\x18\x0f \x03(\x0b\x32\".pagoda.v1.Sampling.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x04\n\x02_nB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"\xeb\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.pagoda.v1.TokenIdsH\x00\x12%\n\x08sampling\x18\x04 \x01(\x0b\x32\x13.pagoda.v1.Sampling\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x16\n\ttimeout_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\tB\x08\n\x06promptB\x0c\n\n_timeout_s\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc9\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x08messages\x18\x02 \x03(\x0b\x32\x12.pagoda.v1.Message\x12%\n\x08sampling\x18\x03 \x01(\x0b\x32\x13.pagoda.v1.Sampling\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x16\n\ttimeout_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\tB\x0c\n\n_timeout_s\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xba\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.pagoda.v1.TokenLogprobs\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.pagoda.v1.Usage\"U\n\rTokenLogprobs\x12#\n\x07sampled\x18\x01 \x01(\x0b\x32\x12.pagoda.v1.Logprob\x12\x1f\n\x03top\x18\x02 \x03(\x0b\x32\x12.pagoda.v1.Logprob\";\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"j\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12/\n\x0c\x63onversation\x18\x03 \x01(\x0b\x32\x17.pagoda.v1.ConversationH\x00\x42\x07\n\x05input\"4\n\x0c\x43onversation\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.pagoda.v1.Message\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.pagoda.v1.ModelInfo\".\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse2\xdd\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.pagoda.v1.GenerateRequest\x1a\x1b.pagoda.v1.GenerateResponse0\x01\x12=\n\x04\x43hat\x12\x16.pagoda.v1.ChatRequest\x1a\x1b.pagoda.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.pagoda.v1.TokenizeRequest\x1a\x1b.pagoda.v1.TokenizeResponse\x12I\n\nListModels\x12\x1c.pagoda.v1.ListModelsRequest\x1a\x1d.pagoda.v1.ListModelsResponse\x12:\n\x05\x41\x62ort\x12\x17.pagoda.v1.AbortRequest\x1a\x18.pagoda.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,37 +38,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=460
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=508
   _globals['_GENERATEREQUEST']._serialized_start=681
-  _globals['_GENERATEREQUEST']._serialized_end=858
-  _globals['_TOKENIDS']._serialized_start=860
-  _globals['_TOKENIDS']._serialized_end=883
-  _globals['_CHATREQUEST']._serialized_start=886
-  _globals['_CHATREQUEST']._serialized_end=1029
-  _globals['_MESSAGE']._serialized_start=1031
-  _globals['_MESSAGE']._serialized_end=1071
-  _globals['_GENERATERESPONSE']._serialized_start=1074
-  _globals['_GENERATERESPONSE']._serialized_end=1260
-  _globals['_TOKENLOGPROBS']._serialized_start=1262
-  _globals['_TOKENLOGPROBS']._serialized_end=1347
-  _globals['_LOGPROB']._serialized_start=1349
-  _globals['_LOGPROB']._serialized_end=1408
-  _globals['_USAGE']._serialized_start=1410
-  _globals['_USAGE']._serialized_end=1490
-  _globals['_TOKENIZEREQUEST']._serialized_start=1492
-  _globals['_TOKENIZEREQUEST']._serialized_end=1598
-  _globals['_CONVERSATION']._serialized_start=1600
-  _globals['_CONVERSATION']._serialized_end=1652
-  _globals['_TOKENIZERESPONSE']._serialized_start=1654
-  _globals['_TOKENIZERESPONSE']._serialized_end=1714
-  _globals['_LISTMODELSREQUEST']._serialized_start=1716
-  _globals['_LISTMODELSREQUEST']._serialized_end=1735
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1737
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1795
-  _globals['_MODELINFO']._serialized_start=1797
-  _globals['_MODELINFO']._serialized_end=1843
-  _globals['_ABORTREQUEST']._serialized_start=1845
-  _globals['_ABORTREQUEST']._serialized_end=1879
-  _globals['_ABORTRESPONSE']._serialized_start=1881
-  _globals['_ABORTRESPONSE']._serialized_end=1896
-  _globals['_INFERENCE']._serialized_start=1899
-  _globals['_INFERENCE']._serialized_end=2248
+  _globals['_GENERATEREQUEST']._serialized_end=916
+  _globals['_TOKENIDS']._serialized_start=918
+  _globals['_TOKENIDS']._serialized_end=941
+  _globals['_CHATREQUEST']._serialized_start=944
+  _globals['_CHATREQUEST']._serialized_end=1145
+  _globals['_MESSAGE']._serialized_start=1147
+  _globals['_MESSAGE']._serialized_end=1187
+  _globals['_GENERATERESPONSE']._serialized_start=1190
+  _globals['_GENERATERESPONSE']._serialized_end=1376
+  _globals['_TOKENLOGPROBS']._serialized_start=1378
+  _globals['_TOKENLOGPROBS']._serialized_end=1463
+  _globals['_LOGPROB']._serialized_start=1465
+  _globals['_LOGPROB']._serialized_end=1524
+  _globals['_USAGE']._serialized_start=1526
+  _globals['_USAGE']._serialized_end=1606
+  _globals['_TOKENIZEREQUEST']._serialized_start=1608
+  _globals['_TOKENIZEREQUEST']._serialized_end=1714
+  _globals['_CONVERSATION']._serialized_start=1716
+  _globals['_CONVERSATION']._serialized_end=1768
+  _globals['_TOKENIZERESPONSE']._serialized_start=1770
+  _globals['_TOKENIZERESPONSE']._serialized_end=1830
+  _globals['_LISTMODELSREQUEST']._serialized_start=1832
+  _globals['_LISTMODELSREQUEST']._serialized_end=1851
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1853
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1911
+  _globals['_MODELINFO']._serialized_start=1913
+  _globals['_MODELINFO']._serialized_end=1959
+  _globals['_ABORTREQUEST']._serialized_start=1961
+  _globals['_ABORTREQUEST']._serialized_end=1995
+  _globals['_ABORTRESPONSE']._serialized_start=1997
+  _globals['_ABORTRESPONSE']._serialized_end=2012
+  _globals['_INFERENCE']._serialized_start=2015
+  _globals['_INFERENCE']._serialized_end=2364
 # @@protoc_insertion_point(module_scope)

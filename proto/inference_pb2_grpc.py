@@ -92,7 +92,7 @@ class InferenceServicer:
 
     def Abort(self, request, context):
         """End a running request by the id in its responses, whichever process runs it; ids that are not running are
-        ignored. Its stream ends with status ABORTED.
+        ignored, and so are those of others' requests. Its stream ends with status ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pagoda/proto/tokens.proto\x12\tpagoda.v1\"\x8b\x01\n\x0eSessionCommand\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.pagoda.v1.SessionHelloH\x00\x12!\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x10.pagoda.v1.AbortH\x00\x12!\n\x05owned\x18\x03 \x01(\x0b\x32\x10.pagoda.v1.OwnedH\x00\x42\t\n\x07\x63ommand\"\"\n\x0cSessionHello\x12\x12\n\ningress_id\x18\x01 \x01(\t\"N\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\x05index\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bis_complete\x18\x03 \x01(\x08\x42\x08\n\x06_index\"\x1c\n\x05Owned\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x8a\x01\n\nTokenBatch\x12(\n\x07outputs\x18\x01 \x03(\x0b\x32\x17.pagoda.v1.SampleOutput\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\x12\x0f\n\x07indexes\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x03(\r\"\xa9\x02\n\x0cSampleOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.pagoda.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12)\n\x08logprobs\x18\x08 \x03(\x0b\x32\x17.pagoda.v1.LogprobEntry\x12\x30\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x17.pagoda.v1.LogprobEntryB\x10\n\x0e_stop_token_id\"l\n\x0cLogprobEntry\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32N\n\x0bTokenStream\x12?\n\x07Session\x12\x19.pagoda.v1.SessionCommand\x1a\x15.pagoda.v1.TokenBatch(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pagoda/proto/tokens.proto\x12\tpagoda.v1\"\x8b\x01\n\x0eSessionCommand\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.pagoda.v1.SessionHelloH\x00\x12!\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x10.pagoda.v1.AbortH\x00\x12!\n\x05owned\x18\x03 \x01(\x0b\x32\x10.pagoda.v1.OwnedH\x00\x42\t\n\x07\x63ommand\"\"\n\x0cSessionHello\x12\x12\n\ningress_id\x18\x01 \x01(\t\"N\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\x05index\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bis_complete\x18\x03 \x01(\x08\x42\x08\n\x06_index\"\x1c\n\x05Owned\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x8a\x01\n\nTokenBatch\x12(\n\x07outputs\x18\x01 \x03(\x0b\x32\x17.pagoda.v1.SampleOutput\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\x12\x0f\n\x07indexes\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x03(\r\"\xa9\x02\n\x0cSampleOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.pagoda.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12)\n\x08logprobs\x18\x08 \x03(\x0b\x32\x17.pagoda.v1.LogprobEntry\x12\x30\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x17.pagoda.v1.LogprobEntryB\x10\n\x0e_stop_token_id\"l\n\x0cLogprobEntry\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02*\xc5\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x05\x12\x16\n\x12\x46INISH_REASON_SHED\x10\x06\x32N\n\x0bTokenStream\x12?\n\x07Session\x12\x19.pagoda.v1.SessionCommand\x1a\x15.pagoda.v1.TokenBatch(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,7 +32,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagoda.proto.tokens_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FINISHREASON']._serialized_start=880
-  _globals['_FINISHREASON']._serialized_end=1025
+  _globals['_FINISHREASON']._serialized_end=1077
   _globals['_SESSIONCOMMAND']._serialized_start=41
   _globals['_SESSIONCOMMAND']._serialized_end=180
   _globals['_SESSIONHELLO']._serialized_start=182
@@ -47,6 +47,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLEOUTPUT']._serialized_end=767
   _globals['_LOGPROBENTRY']._serialized_start=769
   _globals['_LOGPROBENTRY']._serialized_end=877
-  _globals['_TOKENSTREAM']._serialized_start=1027
-  _globals['_TOKENSTREAM']._serialized_end=1105
+  _globals['_TOKENSTREAM']._serialized_start=1079
+  _globals['_TOKENSTREAM']._serialized_end=1157
 # @@protoc_insertion_point(module_scope)

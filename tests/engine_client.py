@@ -1,6 +1,7 @@
 """An engine on a fake rank that a test can hold up, and a client that waits for its outputs."""
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -41,17 +42,27 @@ class GatedExecutor(FakeExecutor):
         self.gate = threading.Event()
         self.gate.set()
         self.at_gate = threading.Event()
+        self.before_step: Callable[[], None] = lambda: None
+        """What happens while a step is computed."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self.at_gate.set()
         assert self.gate.wait(HANG_S)
+        self.before_step()
         return super().execute(plan)
 
 
 class Client:
     """An engine on a gated fake rank, and all that came from it."""
 
-    def __init__(self, *, num_blocks: int = 64, max_num_seqs: int = 8, max_num_waiting: int = 64) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        max_num_seqs: int = 8,
+        max_num_waiting: int = 64,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.limits = EngineLimits(num_blocks * BLOCK_SIZE, VOCAB_SIZE, max_num_seqs, max_num_waiting)
         log = KVEventLog()
         manager = KVManager(
@@ -77,14 +88,24 @@ class Client:
             layout=KVLayout.of(SPEC, dtype="float32"),
             on_outputs=self._take,
             reporter=LoadReporter(log, self.reports.append),
+            clock=clock,
         )
 
-    def add(self, name: str, num_tokens: int = 6, *, priority: int = 0, salt: bytes = b"", **sampling: object) -> None:
+    def add(
+        self,
+        name: str,
+        num_tokens: int = 6,
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+        timeout_s: float | None = None,
+        **sampling: object,
+    ) -> None:
         """Add a request, by default greedy."""
         prompt = tuple(range(num_tokens))
         params = SamplingParams(**({"temperature": 0.0} | sampling))
-        self.executor.roots[RequestId(name)] = salt
-        self.engine.add(Request(RequestId(name), prompt, params, priority=priority, salt=salt))
+        self.executor.salts[RequestId(name)] = salt
+        self.engine.add(Request(RequestId(name), prompt, params, priority=priority, salt=salt, timeout_s=timeout_s))
         self.accepted += [(name, index) for index in range(params.n)]
 
     def tokens(self, name: str, index: int = 0) -> list[int]:

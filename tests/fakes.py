@@ -4,10 +4,9 @@ import zlib
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from typing import Literal
 
-from pagoda.worker.block_hash import BlockHash, hash_blocks
+from pagoda.worker.block_hash import BlockHash, HashChain, HashDomain
 from pagoda.worker.block_pool import BlockKey, BlockPool
 from pagoda.worker.config import EngineLimits, SchedulerConfig
 from pagoda.worker.engine import check_progress
@@ -32,7 +31,7 @@ from pagoda.worker.types import (
 
 Failure = Literal["before it began", "half-way"]
 SlotContent = tuple[bytes | None, tuple[int, ...]]
-"""What a slot's KV depends on: the hash root, and all tokens up to the slot's own."""
+"""What a slot's KV depends on: whose it is, and all tokens up to the slot's own."""
 
 
 class StepFailedError(Exception):
@@ -43,8 +42,12 @@ def request_id_of(sequence_id: SequenceId) -> RequestId:
     return RequestId(sequence_id.rpartition("/")[0])
 
 
+def hash_chain(salt: bytes, *, block_size: int = 4, num_public_tokens: int = 0) -> HashChain:
+    return HashDomain(b"weights", "", "float32", "", block_size).chain(salt, num_public_tokens=num_public_tokens)
+
+
 def hash_root(salt: bytes) -> BlockHash:
-    return BlockHash(sha256(salt).digest()[:16])
+    return hash_chain(salt).root
 
 
 def sample(sampling: SamplingParams, seed: int, token_ids: Sequence[int], vocab_size: int) -> int:
@@ -90,7 +93,8 @@ class RankSequence:
     block_tables: list[list[int]]
     sampling: SamplingParams
     seed: int
-    root: bytes | None
+    salt: bytes | None
+    num_public_tokens: int
     num_prompt_tokens: int
     next_prompt_logprob: int
 
@@ -108,8 +112,10 @@ class FakeExecutor:
         self.vocab_size = vocab_size
         self.failures: deque[Failure | Exception | None] = deque()
         """What the next steps do; steps beyond its end succeed."""
-        self.roots: dict[RequestId, bytes | None] = {}
-        """Hash roots of requests that have one of their own."""
+        self.salts: dict[RequestId, bytes | None] = {}
+        """Of requests that have one; None of those that share with nobody."""
+        self.num_public_tokens: dict[RequestId, int] = {}
+        """Tokens that requests begin with and share whatever their salts."""
         self.sequences: dict[SequenceId, RankSequence] = {}
         self.seeds: dict[SequenceId, int] = {}
         """The seed each sequence was first run with."""
@@ -164,7 +170,8 @@ class FakeExecutor:
             [list(table) for table in new.block_tables],
             new.sampling,
             new.seed,
-            self.roots.get(request_id_of(new.sequence_id), b""),
+            self.salts.get(request_id_of(new.sequence_id), b""),
+            self.num_public_tokens.get(request_id_of(new.sequence_id), 0),
             len(new.token_ids) - new.num_output_tokens,
             new.next_prompt_logprob,
         )
@@ -184,7 +191,7 @@ class FakeExecutor:
             end = sequence.num_computed_tokens + num_tokens
             assert 0 < num_tokens <= len(sequence.token_ids) - sequence.num_computed_tokens
             for position in range(max(sequence.num_computed_tokens, sequence.num_shared_tokens), end):
-                content = (None, ()) if garbage else (sequence.root, tuple(sequence.token_ids[: position + 1]))
+                content = (None, ()) if garbage else self._content(sequence, position)
                 for _, (block_id, offset) in self._slots_of(sequence, position):
                     assert writers.setdefault(block_id, sequence_id) == sequence_id, "two write to one block"
                     assert holders[block_id] - started <= {sequence_id}, "written while another sequence reads it"
@@ -194,7 +201,7 @@ class FakeExecutor:
         for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
             sequence = self.sequences[sequence_id]
             for position in range(sequence.num_computed_tokens + num_tokens):
-                expected = (sequence.root, tuple(sequence.token_ids[: position + 1]))
+                expected = self._content(sequence, position)
                 for window, slot in self._slots_of(sequence, position):
                     if window and position <= sequence.num_computed_tokens - window:
                         continue  # no query of this step sees it
@@ -218,6 +225,12 @@ class FakeExecutor:
                 if sequence.sampling.logprobs is not None:
                     result.logprobs[sequence_id] = logprobs_of(sequence.token_ids)
 
+    def _content(self, sequence: RankSequence, position: int) -> SlotContent:
+        """What the position's slot must hold: in a block that is public as a whole, nobody's own."""
+        end_of_block = (position // self.block_size + 1) * self.block_size
+        is_public = sequence.salt is not None and end_of_block <= sequence.num_public_tokens
+        return b"" if is_public else sequence.salt, tuple(sequence.token_ids[: position + 1])
+
     def _slots_of(self, sequence: RankSequence, position: int) -> list[tuple[int, tuple[int, int]]]:
         """Of each group, its window and where it has the position."""
         index, offset = divmod(position, self.block_size)
@@ -235,6 +248,7 @@ class Replica:
         block_size: int = 4,
         windows: Sequence[int] = (0,),
         max_num_seqs: int = 8,
+        max_num_waiting: int = 4096,
         max_num_batched_tokens: int = 64,
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
@@ -245,7 +259,7 @@ class Replica:
         spec = KVCacheSpec(groups, block_size, num_kv_heads=1, head_size=1, dtype_bytes=1)
         pool_len = spec.num_tokens_in(num_blocks, max_step_tokens=max_num_batched_tokens)
         longest = min(max_model_len or num_blocks * block_size, pool_len)
-        self.limits = EngineLimits(longest, vocab_size, max_num_seqs, 4096)
+        self.limits = EngineLimits(longest, vocab_size, max_num_seqs, max_num_waiting)
         self.windows = tuple(windows)
         self.log = KVEventLog(range(len(windows)))
         self.announced: set[BlockKey] = set()
@@ -266,6 +280,7 @@ class Replica:
         )
         self.rank = FakeExecutor(block_size=block_size, vocab_size=vocab_size, windows=windows)
         self.requests: dict[RequestId, Request] = {}
+        self.chains: dict[RequestId, HashChain | None] = {}
         self.tokens: dict[SequenceId, list[int]] = {}
         """What each sequence has got so far."""
         self.logprobs: dict[SequenceId, list[TokenLogprobs]] = {}
@@ -285,21 +300,42 @@ class Replica:
         *,
         priority: int = 0,
         salt: bytes | None = b"",
+        num_public_tokens: int = 0,
         seed: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
+        deadline_s: float | None = None,
         **sampling: object,
     ) -> None:
         """Queue a request, by default greedy. Salt None keeps it out of the prefix cache."""
         request_id = RequestId(name)
         params = SamplingParams(**({"temperature": 0.0} | sampling))
-        request = Request(request_id, tuple(prompt), params, priority=priority, salt=salt or b"")
-        root = None if salt is None or params.prompt_logprobs is not None else hash_root(salt)
+        if params.prompt_logprobs is not None:
+            salt = None  # as the engine does
+        request = Request(
+            request_id,
+            tuple(prompt),
+            params,
+            priority=priority,
+            salt=salt or b"",
+            num_public_tokens=num_public_tokens,
+            tenant=tenant,
+            weight=weight,
+        )
+        chain = (
+            None
+            if salt is None
+            else hash_chain(salt, block_size=self.manager.block_size, num_public_tokens=num_public_tokens)
+        )
         if request_id in self.requests:
             self._forget(request_id)
         self.requests[request_id] = request
-        self.rank.roots[request_id] = root
+        self.rank.salts[request_id] = salt
+        self.rank.num_public_tokens[request_id] = num_public_tokens
+        self.chains[request_id] = chain
         self.logprobs |= {SequenceId(f"{name}/{index}"): [] for index in range(params.n)}
         self.tokens |= {SequenceId(f"{name}/{index}"): [] for index in range(params.n)}
-        self.scheduler.add(request, seed=seed, hash_root=root)
+        self.scheduler.add(request, seed=seed, hash_chain=chain, deadline_s=deadline_s)
 
     def abort(self, name: str) -> list[SequenceOutput]:
         outputs = self.scheduler.abort(RequestId(name))
@@ -329,7 +365,7 @@ class Replica:
             progress.append(SampleProgress(tuple(tokens), has_ended))
         resumed = replace(request, progress=tuple(progress), num_told_prompt_logprobs=num_told, runs_alone=runs_alone)
         check_progress(resumed, self.limits)
-        self.scheduler.add(resumed, seed=seed, hash_root=self.rank.roots[RequestId(name)])
+        self.scheduler.add(resumed, seed=seed, hash_chain=self.chains[RequestId(name)])
 
     def step(self, failure: Failure | None = None) -> SchedulerOutput:
         """Run one step and return its plan."""
@@ -389,10 +425,10 @@ class Replica:
             return
         for sequence_id, tokens in self.tokens.items():
             request = self.requests[request_id_of(sequence_id)]
-            root = self.rank.roots[request.request_id]
-            if root is None:
+            chain = self.chains[request.request_id]
+            if chain is None:
                 continue
-            hashes = hash_blocks(root, [*request.prompt_token_ids, *tokens], self.manager.block_size)
+            hashes = chain.blocks([*request.prompt_token_ids, *tokens], self.manager.block_size)
             for group, window in enumerate(self.windows):
                 if window:
                     continue

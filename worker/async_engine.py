@@ -7,6 +7,7 @@ from pagoda.worker.block_hash import HashDomain
 from pagoda.worker.build import build_engine
 from pagoda.worker.config import EngineConfig, EngineLimits
 from pagoda.worker.engine import Engine
+from pagoda.worker.errors import OverloadedError
 from pagoda.worker.kv_layout import KVLayout
 from pagoda.worker.load_report import LoadReport
 from pagoda.worker.local_ranks import LOCAL_RANKS
@@ -96,7 +97,8 @@ class AsyncEngine:
     async def run(self, request: Request, sink: Sink) -> None:
         """Run a request to its end. Cancelling this aborts it.
 
-        All requests of one engine belong to one event loop. Raises as `Engine.add` does.
+        All requests of one engine belong to one event loop. Raises as `Engine.add` does, and `OverloadedError` also
+        later, if it is shed before anything was done for it; then nothing comes for it.
         """
         self._loop = asyncio.get_running_loop()
         with self._metrics.arrival(request):
@@ -140,6 +142,12 @@ class AsyncEngine:
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
             if (live := self._live.get(output.request_id)) is None:
+                continue
+            if output.finish_reason is FinishReason.SHED:
+                if not live.ended.done():
+                    live.num_samples = 0
+                    retry_after_s = self._engine.wait_s()
+                    live.ended.set_exception(OverloadedError(output.error or "", retry_after_s=retry_after_s))
                 continue
             live.sink(output)
             if output.finish_reason is not None:

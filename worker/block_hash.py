@@ -6,6 +6,12 @@ the KV values:
     chain_0 = SHA-256(domain)[:16]                                   HashDomain.root()
     chain_i = SHA-256(chain_{i-1} || tokens_i as u32 little-endian)[:16]
 
+A request may begin with tokens that the operator has declared public. The blocks that lie wholly inside these are
+named without salt, and the salt takes effect behind them:
+
+    chain_i = SHA-256(fork(chain_{i-1}, salt) || tokens_i)[:16]      for the first block that is not public
+    fork(parent, salt) = SHA-256("fork", parent, salt)[:16], each part prefixed by its length as above
+
 `domain` is each field of `HashDomain` in order, name and value, each prefixed by its length as u32 little-endian, so
 that no two domains share an encoding. Nothing depends on the process: the test vectors in
 `tests/unit/worker/test_block_hash.py` hold on every machine.
@@ -14,7 +20,7 @@ that no two domains share an encoding. Nothing depends on the process: the test 
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from typing import Any, NewType
 
@@ -47,13 +53,17 @@ class HashDomain:
 
     def root(self) -> BlockHash:
         """The hash that precedes a sequence's first block."""
-        encoded = bytearray()
+        parts = []
         for field in fields(self):
             value = getattr(self, field.name)
-            raw = value if isinstance(value, bytes) else str(value).encode()
-            for part in (field.name.encode(), raw):
-                encoded += struct.pack("<I", len(part)) + part
-        return BlockHash(sha256(encoded).digest()[:HASH_BYTES])
+            parts += [field.name.encode(), value if isinstance(value, bytes) else str(value).encode()]
+        return BlockHash(hash_of_parts(*parts)[:HASH_BYTES])
+
+    def chain(self, salt: bytes, *, num_public_tokens: int = 0) -> "HashChain":
+        """How a request's blocks are named; its first `num_public_tokens` tokens are public."""
+        num_public_blocks = num_public_tokens // self.block_size if salt else 0
+        root = replace(self, salt=b"" if num_public_blocks else salt).root()
+        return HashChain(root, num_public_blocks, salt if num_public_blocks else b"")
 
     def as_text(self) -> str:
         """For others to make the same hashes; the inverse of `from_text`."""
@@ -69,6 +79,37 @@ class HashDomain:
         return HashDomain(**values)
 
 
+@dataclass(frozen=True, slots=True)
+class HashChain:
+    """How the blocks of one request are named. Whoever hashes a request's blocks does it by this."""
+
+    root: BlockHash
+    """The hash that precedes the first block."""
+    num_public_blocks: int = 0
+    """Blocks at the start that are named without salt."""
+    salt: bytes = b""
+    """What is hashed in behind them; of no effect where there are none."""
+
+    def extend(self, hashes: list[BlockHash], token_ids: Sequence[int], block_size: int) -> None:
+        """Append to `hashes` (mutated) the hash of every full block of `token_ids` that it lacks."""
+        for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
+            parent = hashes[-1] if hashes else self.root
+            if hashes and len(hashes) == self.num_public_blocks:
+                parent = BlockHash(hash_of_parts(b"fork", parent, self.salt)[:HASH_BYTES])
+            hashes.append(hash_block(parent, token_ids[start : start + block_size]))
+
+    def blocks(self, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+        """The hashes of all full blocks of `token_ids`; a last, partly filled block has none."""
+        hashes: list[BlockHash] = []
+        self.extend(hashes, token_ids, block_size)
+        return hashes
+
+
+def hash_of_parts(*parts: bytes) -> bytes:
+    """SHA-256 over each part prefixed by its length as u32 little-endian: no byte can move from one to the next."""
+    return sha256(b"".join(struct.pack("<I", len(part)) + part for part in parts)).digest()
+
+
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """The hash of the block that holds `token_ids` (each in 0..2**32-1) and follows `parent`."""
     return BlockHash(sha256(parent + struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()[:HASH_BYTES])
@@ -76,13 +117,9 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 
 def extend_hashes(hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], block_size: int) -> None:
     """Append to `hashes` (mutated) the hash of every full block of `token_ids` that it lacks."""
-    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        parent = hashes[-1] if hashes else root
-        hashes.append(hash_block(parent, token_ids[start : start + block_size]))
+    HashChain(root).extend(hashes, token_ids, block_size)
 
 
 def hash_blocks(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
     """The hashes of all full blocks of `token_ids`; a last, partly filled block has none."""
-    hashes: list[BlockHash] = []
-    extend_hashes(hashes, root, token_ids, block_size)
-    return hashes
+    return HashChain(root).blocks(token_ids, block_size)

@@ -12,10 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from pagoda.worker.block_hash import BlockHash, HashDomain
+from pagoda.worker.block_hash import HashChain, HashDomain
 from pagoda.worker.config import EngineLimits
+from pagoda.worker.cost_model import StepCostModel
 from pagoda.worker.errors import (
     EngineStoppedError,
     IntegrityError,
@@ -26,6 +27,7 @@ from pagoda.worker.errors import (
 from pagoda.worker.executor import Executor
 from pagoda.worker.kv_layout import KVLayout
 from pagoda.worker.load_report import LoadReporter
+from pagoda.worker.pace import PaceMeter
 from pagoda.worker.scheduler import Scheduler
 from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.types import (
@@ -111,7 +113,8 @@ def check_progress(request: Request, limits: EngineLimits) -> None:
 class _Add:
     request: Request
     seed: int
-    hash_root: BlockHash | None
+    hash_chain: HashChain | None
+    deadline_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +136,14 @@ class Engine:
         layout: KVLayout,
         on_outputs: Callable[[list[SequenceOutput]], None],
         reporter: LoadReporter | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`layout` is the first rank's. `reporter`, if there is one, is told of every step."""
         self.layout = layout
         self._reporter = reporter
+        self._clock = clock
+        self._costs = StepCostModel() if reporter is None else reporter.costs
+        self._pace = PaceMeter(self._costs, clock())
         self.limits = scheduler.limits
         self._scheduler = scheduler
         self._executor = executor
@@ -185,31 +192,44 @@ class Engine:
     def add(self, request: Request) -> None:
         """Accept a request; its outputs go to `on_outputs`.
 
+        Its time begins now. If too many sequences wait, some end as shed soon after, this one's perhaps.
+
         Raises:
             InvalidRequestError: the request can never be served.
-            OverloadedError: too many sequences wait.
+            OverloadedError: so many came at once that the engine has not even looked at them.
             EngineStoppedError: the engine drains, was shut down or died.
         """
         check_request(request.prompt_token_ids, request.sampling, self.limits)
+        if not 0 <= request.num_public_tokens <= len(request.prompt_token_ids):
+            raise InvalidRequestError("num_public_tokens", f"{request.num_public_tokens} is not within the prompt")
         check_progress(request, self.limits)
         live = set(request.live_samples)
         seed = request.sampling.seed
-        root: BlockHash | None = replace(self._hash_domain, salt=request.salt).root()
+        chain: HashChain | None = self._hash_domain.chain(request.salt, num_public_tokens=request.num_public_tokens)
         if request.sampling.prompt_logprobs is not None:
-            root = None  # a token found in the cache is not computed, so nothing could tell its log probability
+            chain = None  # a token found in the cache is not computed, so nothing could tell its log probability
         with self._wake:
             if not self._accepting:
                 raise EngineStoppedError("the engine takes no requests any more")
             if request.request_id in self._live:
                 raise InvalidRequestError("request_id", f"{request.request_id} is in use")
-            room = self.limits.max_num_seqs + self.limits.max_num_waiting - self._num_live_sequences
+            # Who goes when the queue is full is for the engine to say; what it has yet to look at has a bound too.
+            room = self.limits.max_num_seqs + 2 * self.limits.max_num_waiting - self._num_live_sequences
             # What another worker has taken before it died is the cluster's to finish.
             if len(live) > room and not request.progress:
-                raise OverloadedError(f"{self._num_live_sequences} sequences run or wait already")
+                raise OverloadedError(
+                    f"{self._num_live_sequences} sequences run or wait already", retry_after_s=self.wait_s()
+                )
+            deadline_s = None if request.timeout_s is None else self._clock() + request.timeout_s
             self._live[request.request_id] = live
             self._num_live_sequences += len(live)
-            self._inbox.append(_Add(request, secrets.randbelow(MAX_SEED + 1) if seed is None else seed, root))
+            seed = secrets.randbelow(MAX_SEED + 1) if seed is None else seed
+            self._inbox.append(_Add(request, seed, chain, deadline_s))
             self._wake.notify_all()
+
+    def wait_s(self) -> float | None:
+        """In about so many seconds those who wait now have begun, and others may come; None if that is unknown."""
+        return self._pace.wait_s(self._scheduler.num_waiting)
 
     def abort(self, request_id: RequestId, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request, or one of its samples, with a last output of `reason`; unknown ids are ignored.
@@ -285,11 +305,17 @@ class Engine:
             self._inbox.clear()
         for command in commands:
             if isinstance(command, _Add):
-                self._scheduler.add(command.request, seed=command.seed, hash_root=command.hash_root)
+                self._scheduler.add(
+                    command.request, seed=command.seed, hash_chain=command.hash_chain, deadline_s=command.deadline_s
+                )
                 if self._reporter is not None:
                     self._reporter.admitted(command.request.request_id)
             else:
                 self._emit(self._scheduler.abort(command.request_id, command.index, command.reason))
+        self._emit(self._scheduler.shed_excess())
+        now_s = self._clock()
+        self._pace.measure(now_s, self._scheduler.stats.num_finished)
+        self._emit(self._scheduler.expire(now_s, self._pace.pace))
         return True
 
     def _wait_for_command(self, timeout_s: float | None) -> bool:
@@ -298,8 +324,9 @@ class Engine:
 
     def _step(self) -> None:
         plan = self._scheduler.schedule()
-        shape = None if self._reporter is None else self._scheduler.shape_of(plan)
-        begin = time.monotonic()
+        self._emit(self._scheduler.begun_alone(plan))
+        shape = self._scheduler.shape_of(plan)
+        begin_s = self._clock()
         try:
             result = self._executor.execute(plan)
         except (IntegrityError, RankLostError):
@@ -312,8 +339,13 @@ class Engine:
                 raise EngineStoppedError(f"{MAX_FAILED_STEPS} steps failed in a row") from error
             return
         self._num_failed_steps = 0
-        if self._reporter is not None and shape is not None and plan.num_scheduled_tokens:
-            self._reporter.step_took(shape, time.monotonic() - begin)
+        if plan.num_scheduled_tokens:
+            duration_s = self._clock() - begin_s
+            self._pace.step_took(duration_s)
+            if self._reporter is not None:
+                self._reporter.step_took(shape, duration_s)
+            else:
+                self._costs.observe(shape, duration_s)
         self._emit(self._scheduler.update(plan, result))
 
     def _emit(self, outputs: list[SequenceOutput]) -> None:

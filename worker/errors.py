@@ -4,7 +4,8 @@ PagodaError
 ├── ConfigError           a setting is wrong; names the field and what is allowed
 ├── ModelError            a model folder cannot be used; names the file or tensor
 ├── InvalidRequestError   the client's mistake; names the field; raised before any work
-├── OverloadedError       the waiting queue is full; try again later
+├── OverloadedError       there is no room for it, or no time; try again later
+├── DeadlineExceededError the time that the request may take is over
 ├── EngineStoppedError    the engine is draining, stopped or dead
 ├── RankLostError         one of the ranks that share a model is gone, and the worker with it
 └── IntegrityError        our own bookkeeping is wrong; stops the replica
@@ -46,7 +47,15 @@ class InvalidRequestError(PagodaError):
 
 
 class OverloadedError(PagodaError):
-    """No room in the waiting queue."""
+    """No room for the request, or no time; `retry_after_s` says in how many seconds there may be, if that is known."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceededError(PagodaError):
+    """The time that the request may take is over."""
 
 
 class EngineStoppedError(PagodaError):

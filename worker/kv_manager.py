@@ -101,7 +101,7 @@ class KVManager:
 
     def misses(self, sequence: Sequence, hit: PrefixHit, num_found_tokens: int) -> Mapping[MissReason, int]:
         """Why the sequence's prompt tokens beyond the first `num_found_tokens` were not found: tokens by reason."""
-        if not self.enable_prefix_caching or sequence.hash_root is None:
+        if not self.enable_prefix_caching or sequence.hash_chain is None:
             return {MissReason.NOT_ELIGIBLE: sequence.num_prompt_tokens - num_found_tokens}
         return self._prefixes.misses(
             sequence.block_hashes[: sequence.num_prompt_tokens // self.block_size],
@@ -198,7 +198,7 @@ class KVManager:
 
     def seal(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Publish the blocks that are full once the step leaves `num_computed_tokens` tokens computed."""
-        if not self.enable_prefix_caching or sequence.hash_root is None:
+        if not self.enable_prefix_caching or sequence.hash_chain is None:
             return
         table = self._tables[sequence.sequence_id]
         for index in range(table.num_sealed, num_computed_tokens // self.block_size):

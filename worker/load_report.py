@@ -79,7 +79,8 @@ class LoadReporter:
         self._log = log
         self._on_report = on_report
         self._clock = clock
-        self._costs = StepCostModel()
+        self.costs = StepCostModel()
+        """What steps take; others may read it."""
         self._rates = MeasuredRates()
         self._admitted: list[RequestId] = []
         self._finished: list[RequestId] = []
@@ -96,7 +97,7 @@ class LoadReporter:
 
     def step_took(self, shape: StepShape, duration_s: float) -> None:
         self._busy_s += duration_s
-        self._costs.observe(shape, duration_s)
+        self.costs.observe(shape, duration_s)
 
     def report(self, scheduler: Scheduler) -> None:
         """A step is over, or there was none to do."""
@@ -123,7 +124,7 @@ class LoadReporter:
             stats.num_finished,
             stats.num_output_tokens,
         )
-        costs = self._costs.costs()
+        costs = self.costs.costs()
         self._rates = MeasuredRates(
             prefill_s_per_token=costs.per_prefill_token_s + costs.base_s / scheduler.config.max_num_batched_tokens,
             prefill_s_per_token_and_context=costs.per_pair_s,

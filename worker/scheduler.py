@@ -10,9 +10,13 @@ Rules that hold at all times:
 
 - A sequence is admitted only if all its tokens fit the free blocks, which it then gets (where layers see a window, as
   many as it ever holds at once); so a prompt computed in chunks does not get stuck half-way.
-- When decoding needs a block and none is free, the running sequence that goes last (by priority, then arrival) is
-  preempted: its blocks are freed, and it computes its tokens again later. A step that preempts admits nobody.
-- A sequence that goes first can therefore always run: nobody starves.
+- Of one priority, tenants take turns (`fair_turns.py`), and within a tenant who came first goes first.
+- When decoding needs a block and none is free, the running sequence of the worst priority that its tenant started last,
+  of the tenant that holds most for its weight, is preempted: its blocks are freed, and it computes its tokens again
+  later. So may be, one a step, the last one of a tenant over its share, for one under its share (`shares.py`). A step
+  that preempts admits nobody.
+- A tenant's first running sequence is preempted only if nobody runs behind it, or for a better priority; and turns
+  never go back. A sequence that goes first can therefore always run, and everyone comes to be first: nobody starves.
 - A request that runs alone starts when nothing runs, and nobody else starts before it has ended.
 - Nothing is computed twice at the same time: whoever is admitted finds all that running sequences have computed or
   compute in this very step; and nobody is admitted while one of them still has tokens to schedule, since that one
@@ -20,16 +24,20 @@ Rules that hold at all times:
 """
 
 from bisect import insort
+from math import inf
 from operator import attrgetter
 
-from pagoda.worker.block_hash import BlockHash
+from pagoda.worker.block_hash import HashChain
 from pagoda.worker.config import EngineLimits, SchedulerConfig
 from pagoda.worker.cost_model import StepShape
+from pagoda.worker.deadlines import Deadlines, Pace
 from pagoda.worker.engine_load import EngineLoad
 from pagoda.worker.errors import IntegrityError
+from pagoda.worker.expected_outputs import ExpectedOutputs
 from pagoda.worker.kv_manager import KVManager
 from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.sequence import Sequence, SequenceState, samples_of
+from pagoda.worker.shares import newest_of_largest, swap_for_share
 from pagoda.worker.types import (
     FinishReason,
     ModelRunnerOutput,
@@ -67,6 +75,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         """In order: who goes first, first."""
         self._waiting = WaitingQueue()
+        self._expected = ExpectedOutputs()
+        self._deadlines = Deadlines()
         self._dropped: list[SequenceId] = []
         self._arrivals = 0
         self._step = 0
@@ -84,8 +94,13 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
-    def add(self, request: Request, *, seed: int, hash_root: BlockHash | None) -> None:
-        """Queue a validated request's samples. `hash_root` None keeps it out of the prefix cache."""
+    def add(
+        self, request: Request, *, seed: int, hash_chain: HashChain | None, deadline_s: float | None = None
+    ) -> None:
+        """Queue a validated request's samples. `hash_chain` None keeps it out of the prefix cache.
+
+        `deadline_s`, if it has one, is on the clock of the times that `expire` is told.
+        """
         if request.request_id in self._requests:
             raise IntegrityError(f"request {request.request_id} is here already")
         self._arrivals += 1
@@ -95,7 +110,7 @@ class Scheduler:
             seed=seed,
             max_model_len=self.limits.max_model_len,
             eos_token_ids=self.eos_token_ids,
-            hash_root=hash_root,
+            hash_chain=hash_chain,
             block_size=self.manager.block_size,
         )
         self._requests[request.request_id] = samples
@@ -103,6 +118,8 @@ class Scheduler:
         for sequence in samples:
             self._sequences[sequence.sequence_id] = sequence
             self._waiting.push(sequence)
+        if deadline_s is not None:
+            self._deadlines.add(samples, deadline_s, look_s=-inf)
 
     def abort(
         self, request_id: RequestId, index: int | None = None, reason: FinishReason = FinishReason.ABORT
@@ -117,18 +134,57 @@ class Scheduler:
             if sequence.state is not SequenceState.FINISHED and index in (None, sequence.index)
         ]
 
+    def shed_excess(self) -> list[SequenceOutput]:
+        """End requests that wait until no more sequences are here than may run and wait, with reason shed.
+
+        Those go that came last of the tenant that has most waiting for its weight, and of which nothing has begun.
+        """
+        outputs: list[SequenceOutput] = []
+        room = self.limits.max_num_seqs + self.limits.max_num_waiting
+        while len(self._sequences) > room:
+            sequence = self._waiting.newest_of_longest(self._is_untouched)
+            if sequence is None:
+                break
+            outputs += self._end_request(sequence, FinishReason.SHED, "too many requests wait; try again later")
+        return outputs
+
+    def expire(self, now_s: float, pace: Pace) -> list[SequenceOutput]:
+        """End requests whose time is over, with reason deadline; and with reason shed those that nothing was done for
+        yet and that can no longer be in time, at the `pace` of this engine."""
+        outputs: list[SequenceOutput] = []
+        for deadline_s, samples in self._deadlines.due(now_s):
+            first, latest_s = samples[0], deadline_s
+            if self._is_untouched(first):
+                num_output_tokens = self._expected.tokens(first.request.tenant, first.max_tokens)
+                latest_s -= pace.needed_s(first.num_tokens, first.num_expected_tokens, num_output_tokens)
+            if now_s >= deadline_s:
+                outputs += self._end_request(first, FinishReason.DEADLINE)
+            elif now_s >= latest_s:
+                outputs += self._end_request(first, FinishReason.SHED, "it can no longer be in time; try again later")
+            else:
+                self._deadlines.add(samples, deadline_s, look_s=latest_s)
+        return outputs
+
     def schedule(self) -> SchedulerOutput:
         """Plan one step. The plan may be empty if every waiting sequence waits for blocks."""
         self._step += 1
         plan = SchedulerOutput(step=self._step)
         num_preemptions = self.stats.num_preemptions
-        self._make_room_for_urgent()
+        self._make_room()
         budget = self._schedule_running(plan, self.config.max_num_batched_tokens)
         if self.stats.num_preemptions == num_preemptions:
             self._admit(plan, budget)
         plan.dropped, self._dropped = self._dropped, []
         plan.block_updates = self.manager.take_updates()
         return plan
+
+    def begun_alone(self, plan: SchedulerOutput) -> list[SequenceOutput]:
+        """Outputs without anything in them, which say that requests that run alone begin with this plan.
+
+        Whoever gave them must know that before it is run, since a worker that dies in it died of them.
+        """
+        started = (self._sequences[new.sequence_id] for new in plan.new)
+        return [sequence.output(()) for sequence in started if sequence.request.runs_alone]
 
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[SequenceOutput]:
         """Take a step's tokens. Returns one output per sequence that got a token or prompt log probabilities."""
@@ -230,16 +286,42 @@ class Scheduler:
 
     # -- one step, in its order ------------------------------------------------------------------
 
-    def _make_room_for_urgent(self) -> None:
-        """Let a waiting sequence of better priority take the place of the last running one, one per step."""
+    def _make_room(self) -> None:
+        """Preempt one for a waiting sequence of better priority, or of a tenant that holds less than its share."""
         head = self._waiting.peek()
-        if head is None or not self._running or head.order[0] >= self._running[-1].order[0]:
+        if head is None or not self._running:
             return
         if self._excludes(head):
             return
         is_full = len(self._running) >= self.config.max_num_seqs
-        if not self._must_wait(head) and (is_full or not self._fits(head)):
-            self._preempt(self._running[-1])
+        if head.request.priority < self._running[-1].request.priority:
+            if not self._must_wait(head) and (is_full or not self._fits(head)):
+                self._preempt(newest_of_largest(self._running, _num_tokens))
+        elif is_full or self._is_refused(head):
+            self._make_room_for_share(head.request.priority, is_full=is_full)
+
+    def _make_room_for_share(self, priority: int, *, is_full: bool) -> None:
+        turns = self._waiting.turns_of(priority)
+        if len(turns.accounts) < 2 or not turns.num_running:
+            return
+        if sum(s.num_tokens - s.num_computed_tokens for s in self._running) >= self.config.max_num_batched_tokens:
+            return  # nobody could be admitted yet
+        running = [sequence for sequence in self._running if sequence.request.priority == priority]
+        if is_full:
+            capacity = float(len(running))
+        else:
+            num_free = self.manager.pool.num_free // self.manager.num_groups
+            capacity = sum(map(_num_tokens, running)) + float(num_free * self.manager.block_size)
+        swap = swap_for_share(
+            turns,
+            running,
+            capacity=capacity,
+            size=_one if is_full else _num_tokens,
+            may_start=lambda sequence: not (self._must_wait(sequence) or self._excludes(sequence)),
+        )
+        if swap is not None:
+            self._waiting.claim(priority, swap.account)
+            self._preempt(swap.victim)
 
     def _fits(self, sequence: Sequence) -> bool:
         if sequence.parent is not None and self.manager.can_fork(sequence.parent, sequence):
@@ -252,18 +334,22 @@ class Scheduler:
         block_size = self.manager.block_size
         if self.manager.has_windows:
             self._extend_windows(budget)
+        for sequence in tuple(self._running):  # before anything is published, since anybody may have to go
+            num_computed = sequence.num_computed_tokens
+            if len(sequence.token_ids) - num_computed == 1 and sequence.state is SequenceState.RUNNING:
+                self._extend(sequence, num_computed + 1)
         prefilling = []
-        for sequence in tuple(self._running):
+        for sequence in self._running:
             num_computed = sequence.num_computed_tokens
             if len(sequence.token_ids) - num_computed > 1:
                 prefilling.append(sequence)
-            elif sequence.state is SequenceState.RUNNING and self._extend(sequence, num_computed + 1):
-                if (num_computed + 1) % block_size == 0:
-                    self.manager.seal(sequence, num_computed + 1)
-                scheduled[sequence.sequence_id] = 1
-                budget -= 1
+                continue
+            if (num_computed + 1) % block_size == 0:
+                self.manager.seal(sequence, num_computed + 1)
+            scheduled[sequence.sequence_id] = 1
+            budget -= 1
         for sequence in prefilling:
-            if budget > 0 and sequence.state is SequenceState.RUNNING:
+            if budget > 0:
                 budget -= self._schedule_chunk(plan, sequence, budget)
         return budget
 
@@ -278,14 +364,10 @@ class Scheduler:
             if num_left > 1 and sequence.state is SequenceState.RUNNING:
                 self._extend(sequence, sequence.num_computed_tokens + min(num_left, budget))
 
-    def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make room for the first `num_tokens`, preempting from the end. False if the sequence itself had to go."""
-        while not self.manager.extend(sequence, num_tokens):
-            victim = self._running[-1]
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        return True
+    def _extend(self, sequence: Sequence, num_tokens: int) -> None:
+        """Make room for the first `num_tokens`, preempting others for it or, if it is its turn, the sequence itself."""
+        while sequence.state is SequenceState.RUNNING and not self.manager.extend(sequence, num_tokens):
+            self._preempt(newest_of_largest(self._running, _num_tokens))
 
     def _schedule_chunk(self, plan: SchedulerOutput, sequence: Sequence, budget: int) -> int:
         num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
@@ -311,7 +393,7 @@ class Scheduler:
             if num_shared is None:
                 self._refused = (sequence.sequence_id, self.manager.pool.num_free, self._step)
                 break
-            self._waiting.pop()
+            self._waiting.pop(self._expected_cost(sequence))
             self._run(plan, sequence, num_shared)
             budget -= self._schedule_chunk(plan, sequence, budget)
         self._waiting.restore()
@@ -379,13 +461,34 @@ class Scheduler:
 
     # -- ends and queues -------------------------------------------------------------------------
 
+    def _expected_cost(self, sequence: Sequence) -> float:
+        """Tokens that a sequence which starts now computes, those that it computed before it was preempted included."""
+        num_cached = sequence.num_computed_tokens if sequence.num_preemptions == 0 else sequence.num_cached_tokens
+        num_left = self._expected.tokens(sequence.request.tenant, sequence.max_tokens) - sequence.num_output_tokens
+        return sequence.num_tokens - num_cached + max(1.0, num_left)
+
     def _preempt(self, sequence: Sequence) -> None:
         self.stats.count_preemption(sequence.num_computed_tokens)
         sequence.num_preemptions += 1
-        self._stop_running(sequence)
+        self._stop_running(sequence, cost=0)  # it is charged once it is done, and not for what is done twice
         sequence.num_computed_tokens = 0
         sequence.state = SequenceState.WAITING
         self._waiting.push(sequence)
+
+    def _is_untouched(self, sequence: Sequence) -> bool:
+        """Whether nothing was ever done for its request, here or by another worker."""
+        return not sequence.request.progress and all(
+            sample.state is SequenceState.WAITING and sample.num_preemptions == 0
+            for sample in self._requests[sequence.request.request_id]
+        )
+
+    def _end_request(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> list[SequenceOutput]:
+        """What is left of a sequence's request."""
+        return [
+            self._finish(sample, reason, error=error)
+            for sample in self._requests[sequence.request.request_id]
+            if sample.state is not SequenceState.FINISHED
+        ]
 
     def _finish(
         self,
@@ -396,9 +499,10 @@ class Scheduler:
     ) -> SequenceOutput:
         """The only way a sequence ends. Returns its last output, for an end without a token."""
         if sequence.state is SequenceState.RUNNING:
-            self._stop_running(sequence)
+            self._stop_running(sequence, cost=max(1, sequence.num_computed_tokens - sequence.num_cached_tokens))
         else:
             self._waiting.discard(sequence)
+        self._expected.ended(sequence.request.tenant, sequence.num_output_tokens)
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
         self.stats.num_finished += 1
@@ -409,7 +513,16 @@ class Scheduler:
             del self._requests[sequence.request.request_id]
         return sequence.output((), error=error)
 
-    def _stop_running(self, sequence: Sequence) -> None:
+    def _stop_running(self, sequence: Sequence, *, cost: float) -> None:
         self.manager.free(sequence)
         self._running.remove(sequence)
+        self._waiting.settle(sequence, cost)
         self._dropped.append(sequence.sequence_id)
+
+
+def _one(_: Sequence) -> float:
+    return 1.0
+
+
+def _num_tokens(sequence: Sequence) -> float:
+    return float(len(sequence.token_ids))

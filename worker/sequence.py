@@ -7,7 +7,7 @@ WAITING --admit--> RUNNING --finish--> FINISHED
 
 from enum import Enum
 
-from pagoda.worker.block_hash import BlockHash, extend_hashes
+from pagoda.worker.block_hash import BlockHash, HashChain
 from pagoda.worker.types import FinishReason, NewSequence, Request, SequenceId, SequenceOutput, TokenLogprobs
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -24,11 +24,13 @@ class Sequence:
     """Mutable state of one sample. The scheduler owns it."""
 
     __slots__ = (
+        "arrival",
         "block_hashes",
         "block_size",
+        "charge",
         "eos_token_ids",
         "finish_reason",
-        "hash_root",
+        "hash_chain",
         "index",
         "max_tokens",
         "next_prompt_logprob",
@@ -57,19 +59,22 @@ class Sequence:
         seed: int,
         max_tokens: int,
         eos_token_ids: frozenset[int],
-        hash_root: BlockHash | None,
+        hash_chain: HashChain | None,
         block_size: int,
         parent: "Sequence | None" = None,
     ) -> None:
         self.request = request
         self.index = index
         self.sequence_id = SequenceId(f"{request.request_id}/{index}")
-        self.order = (request.priority, arrival, index)
-        """Who goes first: lowest. Who is preempted first: highest."""
+        self.arrival = arrival
+        self.order = (request.priority, 0.0, arrival, index)
+        """Of those that run, who goes first: lowest. The second number is its tenant's turn as it was started."""
+        self.charge = 0.0
+        """What its tenant's account was charged as it was started, tokens."""
         self.seed = seed
         self.max_tokens = max_tokens
         self.eos_token_ids = eos_token_ids
-        self.hash_root = hash_root
+        self.hash_chain = hash_chain
         """None: its blocks are neither looked up nor published."""
         self.block_size = block_size
         self.parent = parent
@@ -154,8 +159,8 @@ class Sequence:
         )
 
     def _extend_hashes(self) -> None:
-        if self.hash_root is not None:
-            extend_hashes(self.block_hashes, self.hash_root, self.token_ids, self.block_size)
+        if self.hash_chain is not None:
+            self.hash_chain.extend(self.block_hashes, self.token_ids, self.block_size)
 
 
 def samples_of(
@@ -165,7 +170,7 @@ def samples_of(
     seed: int,
     max_model_len: int,
     eos_token_ids: frozenset[int],
-    hash_root: BlockHash | None,
+    hash_chain: HashChain | None,
     block_size: int,
 ) -> list[Sequence]:
     """A validated request's samples that have not ended, each with a seed of its own.
@@ -186,7 +191,7 @@ def samples_of(
                 seed=(seed + index * _SEED_STRIDE) & _SEED_MASK,
                 max_tokens=max_tokens,
                 eos_token_ids=eos_token_ids,
-                hash_root=hash_root,
+                hash_chain=hash_chain,
                 block_size=block_size,
                 parent=parent,
             )

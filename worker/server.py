@@ -23,6 +23,7 @@ import grpc
 
 from pagoda.proto import metrics_pb2, metrics_pb2_grpc, tokens_pb2, tokens_pb2_grpc
 from pagoda.worker.async_engine import AsyncEngine
+from pagoda.worker.cluster_tls import ClusterTls, listen
 from pagoda.worker.cluster_token import ClusterToken
 from pagoda.worker.errors import EngineStoppedError
 from pagoda.worker.pending_outputs import PendingOutputs
@@ -65,10 +66,11 @@ class _Session:
 class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerMetricsServicer):
     """Serves one engine. Everything runs on one event loop, the one it is made on."""
 
-    def __init__(self, engine: AsyncEngine, *, token: str) -> None:
-        """`token` is what callers must show."""
+    def __init__(self, engine: AsyncEngine, *, token: str, tls: ClusterTls | None = None) -> None:
+        """`token` is what callers must show, and the certificate of `tls`."""
         self._engine = engine
         self._token = ClusterToken(token)
+        self._tls = tls
         self._sessions: defaultdict[str, asyncio.Future[_Session]] = defaultdict(
             asyncio.get_running_loop().create_future
         )
@@ -79,7 +81,7 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
 
     async def start(self, host: str) -> str:
         """Listen on a free port of `host`. Returns the address to dial."""
-        port = self._server.add_insecure_port(f"{host}:0")
+        port = listen(self._server, f"{host}:0", self._tls)
         await self._server.start()
         return f"{host}:{port}"
 
@@ -99,7 +101,7 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
         session.requests.add(request.request_id)
         try:
             await asyncio.sleep(0)  # by then it is refused, or running waits for its first output
-            if not running.done():
+            if not running.done() and not request.runs_alone:
                 session.outputs.put(SequenceOutput(request.request_id, request.live_samples[0], ()))
             await asyncio.wait({running, session.ended}, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():

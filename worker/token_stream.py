@@ -11,6 +11,8 @@ _TO_WIRE = {
     FinishReason.LENGTH: tokens_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: tokens_pb2.FINISH_REASON_ABORT,
     FinishReason.ERROR: tokens_pb2.FINISH_REASON_ERROR,
+    FinishReason.DEADLINE: tokens_pb2.FINISH_REASON_DEADLINE,
+    FinishReason.SHED: tokens_pb2.FINISH_REASON_SHED,
 }
 _FROM_WIRE = {wire: reason for reason, wire in _TO_WIRE.items()}
 
@@ -53,7 +55,7 @@ def encode(outputs: Iterable[SequenceOutput]) -> tokens_pb2.TokenBatch:
 
 
 def decode(batch: tokens_pb2.TokenBatch) -> list[SequenceOutput]:
-    """Raises `ValueError` for lists of different lengths."""
+    """Raises `ValueError` for lists of different lengths, and for reasons that are none."""
     columns = zip(batch.request_ids, batch.indexes, batch.token_ids, batch.num_cached_tokens, strict=True)
     singles = [
         SequenceOutput(RequestId(request_id), index, (token_id,), num_cached_tokens=num_cached_tokens)
@@ -87,6 +89,8 @@ def _encode_output(output: SequenceOutput) -> tokens_pb2.SampleOutput:
 
 
 def _decode_output(output: tokens_pb2.SampleOutput) -> SequenceOutput:
+    if output.finish_reason not in _FROM_WIRE:
+        raise ValueError(f"finish reason {output.finish_reason}")
     return SequenceOutput(
         request_id=RequestId(output.request_id),
         index=output.index,

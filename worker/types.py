@@ -32,6 +32,10 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    DEADLINE = "deadline"
+    """Its time was over."""
+    SHED = "shed"
+    """Nothing was done for it: others went first for good, or it would have come too late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,8 @@ class Request:
     """Lower goes first; equal priorities are first come, first served."""
     salt: bytes = b""
     """Only requests with the same salt share cached blocks."""
+    num_public_tokens: int = 0
+    """Tokens at its start that everybody may share, whatever the salt: of these, whole blocks are."""
     tenant: str = ""
     """Whose it is; empty where nobody is told apart. Tenants take turns."""
     weight: float = 1.0

@@ -9,6 +9,7 @@ import click
 
 from pagoda.cluster.chat_client import authorization
 from pagoda.cluster.commands.bench_run import BenchPlan, run_bench
+from pagoda.cluster.commands.credentials import credential_options, trust
 from pagoda.cluster.loadtest import compare, report
 from pagoda.cluster.loadtest.arrivals import ARRIVAL_KINDS
 from pagoda.cluster.loadtest.runner import LoadOptions
@@ -47,7 +48,7 @@ def _load_options(function: F) -> F:
             click.option("--url", default="http://127.0.0.1:8000", help="The server."),
             click.option("--grpc", metavar="HOST:PORT", help="Send by gRPC to this address instead."),
             click.option("--model", help="Which of its models.  [default: the first it names]"),
-            click.option("--api-key", envvar="PAGODA_API_KEY", show_envvar=True, help="For servers that ask for one."),
+            credential_options,
             click.option("--rate", type=float, help="Sessions a second that begin."),
             click.option("--rates", help="Several, such as 1,2,4: one after the other, up to the knee and beyond."),
             click.option(
@@ -186,7 +187,8 @@ def _run(
 def _plan(options: dict[str, Any], *, has_times: bool) -> BenchPlan:
     """Take the common options out of `options`. Raises `ConfigError`."""
     common = {name: options.pop(name) for name in (
-        "url", "grpc", "model", "api_key", "timeout_s", "temperature", "ignore_eos", "measure_ideal", "output", "html",
+        "url", "grpc", "model", "api_key", "ca_cert", "timeout_s", "temperature", "ignore_eos", "measure_ideal",
+        "output", "html",
     )}  # fmt: skip
     rate, rates, concurrency = (options.pop(name) for name in ("rate", "rates", "concurrency"))
     given = [
@@ -197,6 +199,7 @@ def _plan(options: dict[str, Any], *, has_times: bool) -> BenchPlan:
     if not given and not has_times:
         raise ConfigError("rate", "one of --rate, --rates and --concurrency is needed")
     authorization(common["api_key"])
+    trust(common["ca_cert"])
     if common["grpc"] is not None and not (common["grpc"].isascii() and common["grpc"].isprintable()):
         raise ConfigError("grpc", "must be printable ASCII")
     slo = {name: options.pop(f"slo_{name}_ms") for name in ("ttft", "tpot", "e2e")}

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import click
 import uvloop
 
+from pagoda.cluster.commands.credentials import trust
 from pagoda.cluster.loadtest import compare, report
 from pagoda.cluster.loadtest.html import render
 from pagoda.cluster.loadtest.ideal import ideal_cached_tokens, tokenize_all
@@ -42,6 +43,7 @@ class BenchPlan:
     model: str | None
     """None for the first that is served."""
     api_key: str | None
+    ca_cert: Path | None
     timeout_s: float
     temperature: float
     ignore_eos: bool
@@ -207,11 +209,19 @@ def _target(plan: BenchPlan) -> Target:
         from pagoda.proto import inference_pb2 as pb
 
         sampling = pb.Sampling(temperature=plan.temperature, ignore_eos=plan.ignore_eos)
-        return GrpcTarget(plan.grpc, timeout_s=plan.timeout_s, sampling=sampling)
+        return GrpcTarget(
+            plan.grpc,
+            api_key=plan.api_key,
+            authority=None if plan.ca_cert is None else plan.ca_cert.read_bytes(),
+            timeout_s=plan.timeout_s,
+            sampling=sampling,
+        )
     fields: dict[str, Any] = {"temperature": plan.temperature}
     if plan.ignore_eos:
         fields["ignore_eos"] = True
-    return OpenAITarget(plan.url, api_key=plan.api_key, timeout_s=plan.timeout_s, fields=fields)
+    return OpenAITarget(
+        plan.url, api_key=plan.api_key, tls=trust(plan.ca_cert), timeout_s=plan.timeout_s, fields=fields
+    )
 
 
 async def _model(target: Target, wanted: str | None) -> str:

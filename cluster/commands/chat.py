@@ -7,11 +7,13 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import click
 
 from pagoda.cluster.chat_client import Answer, ChatClient, ChatError, Message, printable
+from pagoda.cluster.commands.credentials import credential_options, trust
 from pagoda.worker.errors import ConfigError
 
 _HELP = "/clear starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -29,8 +31,10 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "st
 @click.option("--max-tokens", type=int, help="Longest answer.  [default: what the context leaves]")
 @click.option("--seed", type=int, help="Same seed, same answers.")
 @click.option("--stop", multiple=True, help="Ends an answer, and is not part of it. May be given several times.")
-@click.option("--api-key", envvar="PAGODA_API_KEY", show_envvar=True, help="For servers that ask for one.")
-def chat(url: str, model: str | None, system: str | None, api_key: str | None, **sampling: Any) -> None:
+@credential_options
+def chat(
+    url: str, model: str | None, system: str | None, api_key: str | None, ca_cert: Path | None, **sampling: Any
+) -> None:
     """Talk to a served model.
 
     Each line is a message; behind each answer stands how long its first text took (TTFT), tokens per second, and how
@@ -47,7 +51,7 @@ def chat(url: str, model: str | None, system: str | None, api_key: str | None, *
     for name, texts in (("system", (system or "",)), ("stop", sampling["stop"])):
         if not all(map(_is_text, texts)):
             raise ConfigError(name, "is not text")
-    with closing(ChatClient(url, api_key=api_key)) as client:
+    with closing(ChatClient(url, api_key=api_key, verify=trust(ca_cert))) as client:
         served = client.models()
         if not served:
             raise ChatError(f"{url} serves no model")

@@ -1,13 +1,13 @@
 """Options from a YAML file: its keys are the options' names, the command line wins over it."""
 
 import difflib
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import click
 import yaml
 
+from pagoda.cluster.strict_yaml import read_yaml
 from pagoda.worker.errors import ConfigError
 
 _KINDS: tuple[tuple[type[Any], tuple[type, ...], str], ...] = (
@@ -16,20 +16,6 @@ _KINDS: tuple[tuple[type[Any], tuple[type, ...], str], ...] = (
     (click.types.FloatParamType, (int, float), "a number"),
 )
 _NOT_IN_FILES = ("config", "print-config", "help")
-
-
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """Two values for one key are a mistake, not a choice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise ConfigError(str(key), "given twice")
-            seen.add(key)
-        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
-        return mapping
 
 
 def key_of(option: click.Parameter) -> str:
@@ -47,14 +33,7 @@ def read_config_file(path: Path, command: click.Command) -> dict[str, Any]:
 
     Raises `ConfigError` naming the file, and the key that is unknown, given twice or of a wrong type.
     """
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except ConfigError as error:
-        raise ConfigError(str(path), str(error)) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), f"cannot be read: {error}") from error
-    except (yaml.YAMLError, TypeError) as error:
-        raise ConfigError(str(path), f"not valid YAML: {' '.join(str(error).split())}") from error
+    content = read_yaml(path)
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -1,6 +1,7 @@
 """`pagoda serve`: the whole service on this machine, or on a Ray cluster that runs already."""
 
 import os
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +16,10 @@ from pagoda.cluster.commands.options import engine_config, engine_options, engin
 from pagoda.cluster.commands.service_signals import ServiceSignals
 from pagoda.cluster.config import ClusterConfig
 from pagoda.cluster.ingress.body_limit import MAX_BODY_BYTES
-from pagoda.cluster.listening import problem_with_listening
+from pagoda.cluster.listening import free_ports, problem_with_listening
 from pagoda.cluster.logs import LOG_LEVELS, LogLevel
+from pagoda.cluster.tenants_file import read_tenants_file
+from pagoda.cluster.tls_front import TlsFiles
 from pagoda.worker.config import EngineLimits, require_in_range
 from pagoda.worker.engine_plan import plan_engine
 from pagoda.worker.errors import ConfigError
@@ -33,11 +36,24 @@ _REPLACED_CHECK_PERIOD_S = 1.0
 @click.option("--host", default="127.0.0.1", help="Address to listen on: 127.0.0.1, or 0.0.0.0 for all of IPv4.")
 @click.option("--port", type=int, default=8000, help="HTTP port.")
 @click.option("--grpc-port", type=int, default=9000, help="gRPC port; 0 serves no gRPC.")
+@click.option(
+    "--tenants",
+    "tenants_path",
+    type=click.Path(path_type=Path),
+    help="YAML file of tenants and their keys, read again when it changes.  [default: no keys are asked for]",
+)
+@click.option("--tls-cert", type=click.Path(path_type=Path), help="PEM file: serve HTTP and gRPC by TLS, with this.")
+@click.option("--tls-key", type=click.Path(path_type=Path), help="PEM file of its key.")
+@click.option(
+    "--tls-client-ca", type=click.Path(path_type=Path), help="PEM file: clients must show certificates of it."
+)
+@click.option("--inner-tls/--no-inner-tls", default=True, help="Between the processes of the service.")
 @click.option("--max-body-mib", type=float, default=MAX_BODY_BYTES / 2**20, help="Largest HTTP request body, MiB.")
 @click.option("--workers", "num_workers", type=int, default=1, help="Worker replicas.")
 @click.option("--ingresses", "num_ingresses", type=int, default=1, help="HTTP processes.")
 @click.option("--router", metavar="MODULE:CLASS", help="Ray Serve request router to use instead of ours.")
 @click.option("--directories", "num_directories", type=int, default=1, help="Prefix directories; 0 places by load.")
+@click.option("--request-timeout-s", type=float, default=3600.0, help="Most seconds that a request may take.")
 @click.option("--drain-s", type=float, default=10.0, help="Seconds that running requests get when the service stops.")
 @click.option(
     "--log-level",
@@ -50,11 +66,17 @@ def serve(
     host: str,
     port: int,
     grpc_port: int,
+    tenants_path: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+    inner_tls: bool,
     max_body_mib: float,
     num_workers: int,
     num_ingresses: int,
     num_directories: int,
     router: str | None,
+    request_timeout_s: float,
     drain_s: float,
     log_level: LogLevel | None,
     ray_address: str | None,
@@ -73,14 +95,20 @@ def serve(
         host=host,
         port=port,
         grpc_port=grpc_port,
+        tenants_path=None if tenants_path is None else tenants_path.absolute(),
+        tls=_tls_files(tls_cert, tls_key, tls_client_ca),
+        inner_tls=inner_tls,
         max_body_bytes=int(max_body_mib * 2**20),
         num_workers=num_workers,
         num_ingresses=num_ingresses,
         num_directories=num_directories,
         router=router,
+        request_timeout_s=request_timeout_s,
         drain_s=drain_s,
         log_level=log_level or ("info" if is_verbose else "warning"),
     )
+    if config.tenants_path is not None:
+        read_tenants_file(config.tenants_path)
     if print_config:
         click.echo(dump_config(click.get_current_context()), nl=False)
         return
@@ -90,6 +118,20 @@ def serve(
     config = replace(config, engine=replace(config.engine, device=str(plan.device)))
     _check_ports(config)
     _run(config, plan.limits, ray_address, begin)
+
+
+def _tls_files(certificate: Path | None, key: Path | None, client_authority: Path | None) -> TlsFiles | None:
+    """Raises `ConfigError`."""
+    if certificate is None or key is None:
+        for name, path in (("tls_key", key), ("tls_client_ca", client_authority), ("tls_cert", certificate)):
+            if path is not None:
+                raise ConfigError(name, "--tls-cert and --tls-key go together")
+        return None
+    files = TlsFiles(
+        certificate.absolute(), key.absolute(), None if client_authority is None else client_authority.absolute()
+    )
+    files.check()
+    return files
 
 
 def _run(config: ClusterConfig, limits: EngineLimits, ray_address: str | None, begin: float) -> None:
@@ -110,38 +152,36 @@ def _run(config: ClusterConfig, limits: EngineLimits, ray_address: str | None, b
         os._exit(1)
 
     say(f"starting Ray{'' if ray_address is None else f' on {ray_address}'}")
-    # Read when Ray is imported. Lines of different requests are no repetition; and once the service has ended, no
-    # thread of Serve's may look for another Ray to join.
-    os.environ.update(RAY_DEDUP_LOGS="0", RAY_ENABLE_AUTO_CONNECT="0")
+    os.environ.update(_read_at_import(starts_ray=ray_address is None))
     # It takes seconds to import.
-    from pagoda.cluster.app import deploy, is_up, shut_down, start_ray, start_serve, watch_local_cluster
+    from pagoda.cluster.app import deploy, is_up, shut_down, start_ray, start_serve, tls_front, watch_local_cluster
 
-    name, num_workers = config.served_model_name, config.num_workers
+    inner = _behind_tls(config)
     with TemporaryDirectory(prefix="pagoda-", ignore_cleanup_errors=True) as scratch:
-        start_ray(config, address=ray_address, scratch=Path(scratch))
+        start_ray(inner, address=ray_address, scratch=Path(scratch))
         signals.take()  # Ray has put its own handlers in their place, which abort
-        cluster = watch_local_cluster(config, Path(scratch), on_ray_dead) if ray_address is None else None
+        cluster = watch_local_cluster(inner, Path(scratch), on_ray_dead) if ray_address is None else None
+        front = tls_front(config, inner, Path(scratch))
         try:
-            num_ranks = config.engine.tensor_parallel_size
-            ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""
-            say(f"loading {name} in {num_workers} worker{'s' if num_workers > 1 else ''}{ranks}")
+            say(_loading(config))
             try:
-                start_serve(config)
+                start_serve(inner)
             except RuntimeError:  # which does not say why
-                _check_ports(config)
+                _check_ports(inner)
                 raise
-            replace_replicas = deploy(config, limits)
+            replace_replicas = deploy(inner, limits)
             while not signals.interrupted.is_set() and not is_up():
                 signals.wait(_START_CHECK_PERIOD_S)
             if not signals.interrupted.is_set():
-                grpc = f" and by gRPC at {config.host}:{config.grpc_port}" if config.grpc_port else ""
-                say(f"{name} is served at http://{config.host}:{config.port}/v1{grpc} (Ctrl-C stops it)")
+                front.start()
+                say(_served(config))
                 if cluster is not None:
                     cluster.watch_proxy()
             _watch(signals, replace_replicas, is_up, say)
         finally:
             say("stopping")
             shut_down(drain_s=config.drain_s, hurry=signals.hurry, cluster=cluster)
+            front.close()
 
 
 def _watch(
@@ -158,6 +198,37 @@ def _watch(
             say("all workers and ingresses are replaced")
             was_up = True
         signals.wait(_CHECK_PERIOD_S if was_up else _REPLACED_CHECK_PERIOD_S)
+
+
+def _read_at_import(*, starts_ray: bool) -> dict[str, str]:
+    """What Ray reads when it is imported."""
+    # Lines of different requests are no repetition; and once the service has ended, no thread of Serve's may look for
+    # another Ray to join.
+    environment = {"RAY_DEDUP_LOGS": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}
+    if starts_ray:
+        # Ray's ports unpickle what comes, so whoever reaches one could do anything: only those who know this are heard.
+        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
+    return environment
+
+
+def _loading(config: ClusterConfig) -> str:
+    num_workers, num_ranks = config.num_workers, config.engine.tensor_parallel_size
+    ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""
+    return f"loading {config.served_model_name} in {num_workers} worker{'s' if num_workers > 1 else ''}{ranks}"
+
+
+def _served(config: ClusterConfig) -> str:
+    scheme = "http" if config.tls is None else "https"
+    grpc = f" and by gRPC at {config.host}:{config.grpc_port}" if config.grpc_port else ""
+    return f"{config.served_model_name} is served at {scheme}://{config.host}:{config.port}/v1{grpc} (Ctrl-C stops it)"
+
+
+def _behind_tls(config: ClusterConfig) -> ClusterConfig:
+    """Where Serve listens: as it says, or where only what takes TLS can reach it."""
+    if config.tls is None:
+        return config
+    port = free_ports(2)
+    return replace(config, host="127.0.0.1", port=port, grpc_port=port + 1 if config.grpc_port else 0)
 
 
 def _check_ports(config: ClusterConfig) -> None:

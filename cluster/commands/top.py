@@ -3,10 +3,12 @@
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
+from pagoda.cluster.commands.credentials import credential_options
 from pagoda.cluster.commands.directory_http import ask
 from pagoda.worker.config import require_in_range
 
@@ -20,12 +22,13 @@ _HEAD = (
 @click.option("--url", default="http://127.0.0.1:8000", help="The server.")
 @click.option("--interval-s", type=float, default=1.0, help="Seconds between two looks.")
 @click.option("--once", is_flag=True, help="Look once, and end.")
-def top(url: str, interval_s: float, once: bool) -> None:
+@credential_options
+def top(url: str, interval_s: float, once: bool, api_key: str | None, ca_cert: Path | None) -> None:
     """Watch the workers: load, KV cache, hits, and why requests went where they went. Ctrl-C ends."""
     require_in_range("interval_s", interval_s, 0.1, 3600)
     is_live = sys.stdout.isatty() and not once
     while True:
-        text = "\n".join(lines(ask(url, "/directory/stats")))
+        text = "\n".join(lines(ask(url, "/directory/stats", api_key=api_key, ca_cert=ca_cert)))
         click.echo(f"\033[H\033[2J{text}" if is_live else text)
         if once:
             return

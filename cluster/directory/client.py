@@ -19,6 +19,7 @@ from pagoda.cluster.directory.publisher import CHANNEL_OPTIONS, Resolve
 from pagoda.proto import directory_pb2 as pb
 from pagoda.proto import directory_pb2_grpc
 from pagoda.worker.block_hash import BlockHash
+from pagoda.worker.cluster_tls import ClusterTls, dial
 from pagoda.worker.cluster_token import ClusterToken
 
 logger = logging.getLogger(__name__)
@@ -61,8 +62,9 @@ class PlacementQuery:
 class _Directory:
     """One of them: its channel, and whether it is asked."""
 
-    def __init__(self, number: int, resolve: Resolve) -> None:
+    def __init__(self, number: int, resolve: Resolve, tls: ClusterTls | None) -> None:
         self.number = number
+        self._tls = tls
         self._resolve = resolve
         self._channel: grpc.aio.Channel | None = None
         self.stub: directory_pb2_grpc.DirectoryStub | None = None
@@ -100,7 +102,7 @@ class _Directory:
     async def _connect(self) -> None:
         try:
             address = await asyncio.wait_for(self._resolve(), _CONNECT_DEADLINE_S)
-            channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            channel = dial(address, self._tls, CHANNEL_OPTIONS)
             try:
                 await asyncio.wait_for(channel.channel_ready(), _CONNECT_DEADLINE_S)
             except BaseException:
@@ -127,11 +129,12 @@ class DirectoryClient:
         directories: Sequence[Resolve],
         *,
         token: str | None = None,
+        tls: ClusterTls | None = None,
         deadline_s: float = PLACE_DEADLINE_S,
         draw: Callable[[], float] = random.random,
     ) -> None:
         """`deadline_s` is for one `place`, over all directories that it asks."""
-        self._directories = [_Directory(number, resolve) for number, resolve in enumerate(directories)]
+        self._directories = [_Directory(number, resolve, tls) for number, resolve in enumerate(directories)]
         self._metadata = ClusterToken(token).metadata
         self._asking = {"timeout": _ASK_DEADLINE_S, "metadata": self._metadata}
         self._deadline_s = deadline_s

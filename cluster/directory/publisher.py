@@ -21,6 +21,7 @@ import grpc
 from pagoda.proto import directory_pb2 as pb
 from pagoda.proto import directory_pb2_grpc
 from pagoda.worker.block_hash import BlockHash
+from pagoda.worker.cluster_tls import ClusterTls, dial
 from pagoda.worker.cluster_token import ClusterToken
 from pagoda.worker.kv_events import AllBlocksCleared, BlockStored, KVEvent
 
@@ -114,12 +115,14 @@ class DirectoryPublisher:
         directories: Iterable[Resolve],
         *,
         token: str | None = None,
+        tls: ClusterTls | None = None,
         journal: Journal | None = None,
         draw: Callable[[], float] = random.random,
     ) -> None:
         """`hello` describes the worker; `token` is what directories want to see."""
         self._hello = hello
         self._metadata = ClusterToken(token).metadata
+        self._tls = tls
         self._journal = Journal() if journal is None else journal
         self._draw = draw
         self._report = pb.LoadReport(num_free_blocks=hello.num_blocks, num_empty_blocks=hello.num_blocks)
@@ -195,7 +198,7 @@ class DirectoryPublisher:
             stream.is_accepted = False
             try:
                 address = await asyncio.wait_for(stream.resolve(), _DEADLINE_S)
-                async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+                async with dial(address, self._tls, CHANNEL_OPTIONS) as channel:
                     await self._run(stream, channel)
             except grpc.aio.AioRpcError as error:
                 log = logger.warning if error.code() is grpc.StatusCode.FAILED_PRECONDITION else logger.debug

@@ -18,6 +18,7 @@ from pagoda.cluster.directory.state import DirectoryState
 from pagoda.cluster.tolerant_server import TolerantServer, UnreadableRequest
 from pagoda.proto import directory_pb2 as pb
 from pagoda.proto import directory_pb2_grpc
+from pagoda.worker.cluster_tls import ClusterTls, listen
 from pagoda.worker.cluster_token import ClusterToken
 from pagoda.worker.errors import InvalidRequestError
 from pagoda.worker.quoting import shortened
@@ -53,9 +54,19 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
     """Serves one directory. Make and use it on one event loop."""
 
-    def __init__(self, *, token: str | None = None, seed: int | None = None, lease_s: float = 3.0) -> None:
-        """Callers must show `token`, if there is one. `seed` is that of draws between equals."""
+    def __init__(
+        self,
+        *,
+        token: str | None = None,
+        tls: ClusterTls | None = None,
+        seed: int | None = None,
+        lease_s: float = 3.0,
+    ) -> None:
+        """Callers must show `token`, and the certificate of `tls`, if there are any. `seed` is that of draws between
+        equals.
+        """
         self._token = ClusterToken(token)
+        self._tls = tls
         self.state = DirectoryState(
             uuid.uuid4().hex, now_s=time.monotonic(), draw=random.Random(seed).random, lease_s=lease_s
         )
@@ -71,7 +82,7 @@ class DirectoryServer(directory_pb2_grpc.DirectoryServicer):
         """Listen on host:port; port 0 takes a free one. Returns the port. Raises `RuntimeError` if it is taken."""
         gc.collect()
         gc.freeze()  # what is here by now stays, so nobody needs to look through it again and again
-        port = int(self._server.add_insecure_port(address))
+        port = listen(self._server, address, self._tls)
         await self._server.start()
         for name in ("", SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)

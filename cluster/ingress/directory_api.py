@@ -4,7 +4,9 @@ from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
 
-from pagoda.cluster.ingress.schemas import TokenizeRequest
+from pagoda.cluster.ingress.authentication import tenant_of
+from pagoda.cluster.ingress.schemas import LookupRequest
+from pagoda.cluster.ingress.service import InferenceService
 from pagoda.cluster.ingress.tokens_api import TokensApi
 from pagoda.worker.errors import EngineStoppedError
 
@@ -20,26 +22,36 @@ class DirectoryView(Protocol):
         """`pagoda.v1.DirectoryStats` as JSON."""
         ...
 
-    async def holders(self, token_ids: list[int]) -> list[dict[str, Any]]:
-        """For each worker how many of these tokens it holds, from the first on, and where."""
+    async def holders(
+        self, token_ids: list[int], *, salt: bytes = b"", num_public_tokens: int = 0
+    ) -> list[dict[str, Any]]:
+        """For each worker how many of these tokens it holds, from the first on, and where.
+
+        Of blocks that a request would find whose prompt they are, with this salt and as many public tokens.
+        """
         ...
 
 
 class DirectoryApi:
     """The endpoints."""
 
-    def __init__(self, view: DirectoryView | None, tokens: TokensApi) -> None:
+    def __init__(self, view: DirectoryView | None, tokens: TokensApi, service: InferenceService) -> None:
         self._view = view
         self._tokens = tokens
+        self._service = service
 
     async def stats(self) -> dict[str, Any]:
         return await self._directory().stats()
 
     async def lookup(self, http: HttpRequest) -> dict[str, Any]:
-        """The body is that of `/tokenize`."""
+        """What the caller's own requests would find. The body is that of `/tokenize`, with a `cache_salt`."""
         directory = self._directory()
-        tokens = await self._tokens.tokens_of(TokenizeRequest.model_validate_json(await http.body()))
-        return {"num_tokens": len(tokens), "workers": await directory.holders(tokens)}
+        body = LookupRequest.model_validate_json(await http.body())
+        salt = tenant_of(http).salt(body.cache_salt)
+        tokens = await self._tokens.tokens_of(body)
+        num_public_tokens = self._service.public_prefixes.num_public_tokens(tuple(tokens))
+        workers = await directory.holders(tokens, salt=salt, num_public_tokens=num_public_tokens)
+        return {"num_tokens": len(tokens), "workers": workers}
 
     def _directory(self) -> DirectoryView:
         if self._view is None:

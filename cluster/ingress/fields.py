@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, model_validator
 from pydantic_core import PydanticCustomError
 
+from pagoda.cluster.ingress.deadlines import checked_timeout_s
 from pagoda.worker.errors import InvalidRequestError
 from pagoda.worker.quoting import quoted
 from pagoda.worker.types import SamplingParams
@@ -166,12 +167,16 @@ class GenerationFields(SamplingFields):
     return_token_ids: bool | None = None
     """Report the tokens of prompt and output."""
     priority: int | None = None
+    timeout_s: float | None = None
+    """Seconds that it may take, from when it has been read."""
     user: str | None = None
     """Accepted, has no effect."""
     metadata: dict[str, str] | None = None
     """Accepted, has no effect."""
     prompt_cache_key: str | None = None
     """Accepted, has no effect: prefixes are found by their content."""
+    cache_salt: str | None = None
+    """Only requests with the same one share cached prefixes, and only those of one tenant."""
     safety_identifier: str | None = None
     """Accepted, has no effect."""
 
@@ -185,6 +190,7 @@ class GenerationFields(SamplingFields):
             raise InvalidRequestError("prompt_logprobs", "not available with stream: true")
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             raise InvalidRequestError("priority", "must fit 32 bits")
+        checked_timeout_s(self.timeout_s, None)
 
     @property
     def include_usage(self) -> bool:

@@ -5,9 +5,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from pagoda.cluster.ingress.deadlines import Deadline
 from pagoda.cluster.ingress.grpc_log import GrpcLog
 from pagoda.cluster.ingress.request_log import AnswerCounts, RequestRecord
 from pagoda.cluster.ingress.service import InferenceService, TextOutput
+from pagoda.cluster.ingress.tenant_registry import Authenticate, UnauthenticatedError, anybody
+from pagoda.cluster.tenants import Tenant
 from pagoda.proto import inference_pb2
 from pagoda.worker.errors import InvalidRequestError
 from pagoda.worker.quoting import quoted
@@ -15,6 +18,8 @@ from pagoda.worker.types import SamplingParams, TokenLogprobs
 from pagoda.worker.vocabulary import Vocabulary
 
 MAX_REQUEST_ID = 128
+Metadata = Sequence[tuple[str, str | bytes]]
+"""Of a call, as gRPC gives it."""
 _ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -35,39 +40,52 @@ class _Sample:
 class GrpcApi:
     """The methods of `pagoda.v1.Inference`. They raise `PagodaError`; whoever hosts them makes statuses of it."""
 
-    def __init__(self, service: InferenceService, model_name: str, log: GrpcLog) -> None:
+    def __init__(
+        self, service: InferenceService, model_name: str, log: GrpcLog, authenticate: Authenticate = anybody
+    ) -> None:
         self._service = service
         self._log = log
+        self._authenticate = authenticate
         self._model_name = model_name
 
     async def generate(
-        self, request: inference_pb2.GenerateRequest
+        self, request: inference_pb2.GenerateRequest, metadata: Metadata = ()
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         with self._log.call("Generate", request) as record:
+            tenant = self._tenant_of(metadata)
             self._check_model(request.model)
             sampling = sampling_params(request.sampling)
+            deadline = self._deadline(request)
             match request.WhichOneof("prompt"):
                 case "text":
-                    prompt = await self._service.encode(request.text)
+                    prompt = await deadline.bound(self._service.encode(request.text))
                 case "token_ids":
                     prompt = list(request.token_ids.ids)
                 case _:
                     raise InvalidRequestError("prompt", "give either text or token_ids")
-            async with aclosing(self._run(prompt, sampling, request, record)) as responses:
+            async with aclosing(self._run(prompt, sampling, request, tenant, deadline, record)) as responses:
                 async for response in responses:
                     yield response
 
-    async def chat(self, request: inference_pb2.ChatRequest) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    async def chat(
+        self, request: inference_pb2.ChatRequest, metadata: Metadata = ()
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         with self._log.call("Chat", request) as record:
+            tenant = self._tenant_of(metadata)
             self._check_model(request.model)
             sampling = sampling_params(request.sampling)
-            prompt = await self._service.encode_chat(_checked(request.messages))
-            async with aclosing(self._run(prompt, sampling, request, record, prompt_name="messages")) as responses:
+            deadline = self._deadline(request)
+            prompt = await deadline.bound(self._service.encode_chat(_checked(request.messages)))
+            running = self._run(prompt, sampling, request, tenant, deadline, record, prompt_name="messages")
+            async with aclosing(running) as responses:
                 async for response in responses:
                     yield response
 
-    async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
+    async def tokenize(
+        self, request: inference_pb2.TokenizeRequest, metadata: Metadata = ()
+    ) -> inference_pb2.TokenizeResponse:
         with self._log.call("Tokenize", request):
+            self._tenant_of(metadata)
             self._check_model(request.model)
             match request.WhichOneof("input"):
                 case "text":
@@ -78,16 +96,20 @@ class GrpcApi:
                     raise InvalidRequestError("input", "give either text or conversation")
             return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=self._service.limits.max_model_len)
 
-    async def list_models(self, request: inference_pb2.ListModelsRequest) -> inference_pb2.ListModelsResponse:
+    async def list_models(
+        self, request: inference_pb2.ListModelsRequest, metadata: Metadata = ()
+    ) -> inference_pb2.ListModelsResponse:
         with self._log.call("ListModels", request):
+            self._tenant_of(metadata)
             model = inference_pb2.ModelInfo(id=self._model_name, max_model_len=self._service.limits.max_model_len)
             return inference_pb2.ListModelsResponse(models=[model])
 
-    async def abort(self, request: inference_pb2.AbortRequest) -> inference_pb2.AbortResponse:
+    async def abort(self, request: inference_pb2.AbortRequest, metadata: Metadata = ()) -> inference_pb2.AbortResponse:
         with self._log.call("Abort", request):
+            tenant = self._tenant_of(metadata)
             if not request.request_id:
                 raise InvalidRequestError("request_id", "must not be empty")
-            self._service.abort(request.request_id)
+            self._service.abort(request.request_id, tenant=tenant)
             return inference_pb2.AbortResponse()
 
     async def _run(
@@ -95,6 +117,8 @@ class GrpcApi:
         prompt: Sequence[int],
         sampling: SamplingParams,
         request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
+        tenant: Tenant,
+        deadline: Deadline,
         record: RequestRecord,
         *,
         prompt_name: str = "prompt",
@@ -103,7 +127,13 @@ class GrpcApi:
             raise InvalidRequestError("request_id", f"must be printable and at most {MAX_REQUEST_ID} characters")
         self._service.check(prompt, sampling, names={"prompt": prompt_name})
         generation = self._service.generate(
-            prompt, sampling, priority=request.priority, request_id=request.request_id or None
+            prompt,
+            sampling,
+            priority=request.priority,
+            request_id=request.request_id or None,
+            tenant=tenant,
+            salt=tenant.salt(request.cache_salt),
+            deadline=deadline,
         )
         samples = [_Sample() for _ in range(sampling.n)]
         record.follow(
@@ -135,6 +165,15 @@ class GrpcApi:
                         None if output.finish_reason is None else usage_of(sample),
                         self._service.vocabulary,
                     )
+
+    def _deadline(self, request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest) -> Deadline:
+        return self._service.deadline(request.timeout_s if request.HasField("timeout_s") else None)
+
+    def _tenant_of(self, metadata: Metadata) -> Tenant:
+        values = [value for name, value in metadata if name == "authorization"]
+        if len(values) > 1:
+            raise UnauthenticatedError("authorization is given several times")
+        return self._authenticate(str(values[0]) if values else None)
 
     def _check_model(self, name: str) -> None:
         if name != self._model_name:

@@ -4,9 +4,16 @@ from dataclasses import dataclass
 
 import grpc
 
-from pagoda.cluster.ingress.http_errors import RETRY_AFTER_S
+from pagoda.cluster.ingress.refusals import retry_after_s
 from pagoda.cluster.ingress.service import RequestAbortedError
-from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
+from pagoda.cluster.ingress.tenant_registry import NotAllowedError, UnauthenticatedError
+from pagoda.worker.errors import (
+    DeadlineExceededError,
+    EngineStoppedError,
+    InvalidRequestError,
+    OverloadedError,
+    PagodaError,
+)
 from pagoda.worker.quoting import shortened
 
 
@@ -27,8 +34,14 @@ def status_of(error: PagodaError) -> GrpcStatus:
             code = grpc.StatusCode.NOT_FOUND
         case InvalidRequestError():
             code = grpc.StatusCode.INVALID_ARGUMENT
+        case UnauthenticatedError():
+            code = grpc.StatusCode.UNAUTHENTICATED
+        case NotAllowedError():
+            code = grpc.StatusCode.PERMISSION_DENIED
         case OverloadedError():
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        case DeadlineExceededError():
+            code = grpc.StatusCode.DEADLINE_EXCEEDED
         case RequestAbortedError():
             code = grpc.StatusCode.ABORTED
         case EngineStoppedError():
@@ -36,5 +49,5 @@ def status_of(error: PagodaError) -> GrpcStatus:
         case _:
             code = grpc.StatusCode.INTERNAL
     may_try_again = code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
-    metadata = (("retry-after", str(RETRY_AFTER_S)),) if may_try_again else ()
+    metadata = (("retry-after", str(retry_after_s(error))),) if may_try_again else ()
     return GrpcStatus(code, shortened(str(error)), metadata)

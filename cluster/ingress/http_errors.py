@@ -12,15 +12,24 @@ from starlette.responses import Response
 
 from pagoda.cluster.ingress.error_body import error_body
 from pagoda.cluster.ingress.problems import first_problem
+from pagoda.cluster.ingress.refusals import retry_after_s
 from pagoda.cluster.ingress.request_id import request_id_headers
-from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
+from pagoda.cluster.ingress.tenant_limits import TenantLimitError
+from pagoda.cluster.ingress.tenant_registry import NotAllowedError, UnauthenticatedError
+from pagoda.worker.errors import (
+    DeadlineExceededError,
+    EngineStoppedError,
+    InvalidRequestError,
+    OverloadedError,
+    PagodaError,
+)
 
 logger = logging.getLogger(__name__)
 
 ERRORS = (ValidationError, HTTPException, ClientDisconnect, PagodaError, Exception)
 """What `answer_error` is registered for."""
-RETRY_AFTER_S = 1
 CLIENT_CLOSED_REQUEST = 499
+_INVALID = "invalid_request_error"
 
 
 class UnknownModelError(InvalidRequestError):
@@ -34,31 +43,39 @@ async def answer_error(http: HttpRequest, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         headers = headers | dict(error.headers or {})
     if status in (429, 503):
-        headers = headers | {"Retry-After": str(RETRY_AFTER_S)}
+        headers = headers | {"Retry-After": str(retry_after_s(error))}
     return JSONResponse(body, status_code=status, headers=headers)
+
+
+_KINDS: tuple[tuple[type[PagodaError], int, str, str | None], ...] = (
+    (TenantLimitError, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (OverloadedError, 429, "rate_limit_error", "overloaded"),
+    (UnauthenticatedError, 401, _INVALID, "invalid_api_key"),
+    (NotAllowedError, 403, _INVALID, "insufficient_permissions"),
+    (DeadlineExceededError, 504, "server_error", "deadline_exceeded"),
+    (EngineStoppedError, 503, "server_error", "unavailable"),
+    (PagodaError, 500, "server_error", None),
+)
+"""Of our own errors the first that fits: status, type and code."""
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """Status and body for an error. One that nobody foresaw goes into the log, and only there."""
-    invalid = "invalid_request_error"
     match error:
         case ValidationError():
             param, message = first_problem(error.errors(include_url=False, include_input=False))
-            return 400, error_body(message, kind=invalid, param=param)
+            return 400, error_body(message, kind=_INVALID, param=param)
         case UnknownModelError():
-            return 404, error_body(str(error), kind=invalid, param=error.field, code="model_not_found")
+            return 404, error_body(str(error), kind=_INVALID, param=error.field, code="model_not_found")
         case InvalidRequestError():
-            return 400, error_body(str(error), kind=invalid, param=error.field)
-        case OverloadedError():
-            return 429, error_body(str(error), kind="rate_limit_error", code="overloaded")
-        case EngineStoppedError():
-            return 503, error_body(str(error), kind="server_error", code="unavailable")
+            return 400, error_body(str(error), kind=_INVALID, param=error.field)
         case PagodaError():
-            return 500, error_body(str(error), kind="server_error")
+            _, status, kind, code = next(entry for entry in _KINDS if isinstance(error, entry[0]))
+            return status, error_body(str(error), kind=kind, code=code)
         case ClientDisconnect():
-            return CLIENT_CLOSED_REQUEST, error_body("the client went away", kind=invalid)
+            return CLIENT_CLOSED_REQUEST, error_body("the client went away", kind=_INVALID)
         case HTTPException():
-            return error.status_code, error_body(str(error.detail), kind=invalid)
+            return error.status_code, error_body(str(error.detail), kind=_INVALID)
         case _:
             logger.error("unexpected error", exc_info=error)
             return 500, error_body("internal error", kind="server_error")

@@ -6,6 +6,7 @@ label `ingress`, so that counts of different processes are not taken for one.
 
 from collections.abc import Sequence
 
+from pagoda.cluster.ingress.refusals import REASONS
 from pagoda.worker.instruments import PREFIX, Definition, Instruments, merge_expositions
 
 HTTP_REQUESTS = Definition(
@@ -28,7 +29,8 @@ SCRAPE_FAILURES = Definition(
 PLACEMENTS = Definition(
     f"{PREFIX}placements_total",
     "counter",
-    "Requests placed, by the directory's reason; none: no directory answered in time, placed by load.",
+    "Requests placed, by the directory's reason; none: no directory answered in time, placed by load; "
+    "other: it gave a reason that is none.",
     ("reason",),
 )
 LOSSES = Definition(
@@ -37,7 +39,13 @@ LOSSES = Definition(
     "Times that a request lost its worker; it then went on at another one, or was given up.",
     ("outcome",),
 )
-DEFINITIONS = (HTTP_REQUESTS, GRPC_REQUESTS, SCRAPE_FAILURES, PLACEMENTS, LOSSES)
+REFUSALS = Definition(
+    f"{PREFIX}requests_refused_total",
+    "counter",
+    "Generations refused that could be served at another time, by reason.",
+    ("reason",),
+)
+DEFINITIONS = (HTTP_REQUESTS, GRPC_REQUESTS, SCRAPE_FAILURES, PLACEMENTS, LOSSES, REFUSALS)
 
 
 class IngressMetrics:
@@ -51,6 +59,7 @@ class IngressMetrics:
         self._scrape_failures = instruments.value(SCRAPE_FAILURES)
         self._placements = instruments.value(PLACEMENTS)
         self._losses = instruments.value(LOSSES, known=[("resumed",), ("given_up",)])
+        self._refusals = instruments.value(REFUSALS, known=[(reason,) for reason in REASONS])
         self._instruments = instruments
 
     def request_ends(self, path: str, status: int) -> None:
@@ -60,6 +69,10 @@ class IngressMetrics:
     def grpc_call_ends(self, method: str, code: str) -> None:
         """`code` is the status code's name."""
         self._grpc_requests.add(labels=(method, code))
+
+    def refused(self, reason: str) -> None:
+        """A generation was refused; `reason` is one of `refusals.REASONS`."""
+        self._refusals.add(labels=(reason,))
 
     def placed(self, reason: str) -> None:
         """A request was placed."""

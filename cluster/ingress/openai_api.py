@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from pagoda import __version__
 from pagoda.cluster.ingress.answers import AnswerBuilder, AnswerOptions, Endpoint, Prompt
+from pagoda.cluster.ingress.authentication import tenant_of
 from pagoda.cluster.ingress.fields import GenerationFields
 from pagoda.cluster.ingress.http_errors import UnknownModelError
 from pagoda.cluster.ingress.request_id import request_id_of
@@ -46,15 +47,25 @@ class OpenAiApi:
         body = ChatCompletionRequest.model_validate_json(await http.body())
         self.check_model(body.model)
         body.check()
+        tenant = tenant_of(http)
+        salt = tenant.salt(body.cache_salt)
         sampling = body.sampling_params(default_max_tokens=None)
         options = body.chat_options()
-        prompt = await self._service.encode_chat([message.for_template() for message in body.messages], options)
+        deadline = self._service.deadline(body.timeout_s)
+        messages = [message.for_template() for message in body.messages]
+        prompt = await deadline.bound(self._service.encode_chat(messages, options))
         names = {"prompt": "messages"}
         if body.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         self._service.check(prompt, sampling, names=names)
         generation = self._service.generate(
-            prompt, sampling, priority=body.priority or 0, request_id=request_id_of(http)
+            prompt,
+            sampling,
+            priority=body.priority or 0,
+            request_id=request_id_of(http),
+            tenant=tenant,
+            salt=salt,
+            deadline=deadline,
         )
         prompts = [Prompt(prompt, body.messages[-1].text if body.echo else None)]
         builder = self._builder("chat", http, body, prompts, sampling, body.num_logprobs)
@@ -64,6 +75,8 @@ class OpenAiApi:
         body = CompletionRequest.model_validate_json(await http.body())
         self.check_model(body.model)
         body.check()
+        tenant = tenant_of(http)
+        salt = tenant.salt(body.cache_salt)
         sampling = body.sampling_params(default_max_tokens=COMPLETIONS_MAX_TOKENS)
         if len(body.prompts) > MAX_PROMPTS:
             raise InvalidRequestError("prompt", f"at most {MAX_PROMPTS} prompts in one request")
@@ -72,7 +85,8 @@ class OpenAiApi:
             raise InvalidRequestError(
                 "prompt", f"{len(body.prompts)} prompts with n={sampling.n}: at most {room} samples"
             )
-        prompts = [await self._encode(body, prompt) for prompt in body.prompts]
+        deadline = self._service.deadline(body.timeout_s)
+        prompts = [await deadline.bound(self._encode(body, prompt)) for prompt in body.prompts]
         for prompt in prompts:
             self._service.check(prompt, sampling)
         shown = [
@@ -80,7 +94,15 @@ class OpenAiApi:
             for prompt, tokens in zip(body.prompts, prompts, strict=True)
         ]
         generations = [
-            self._service.generate(p, sampling, priority=body.priority or 0, request_id=request_id_of(http))
+            self._service.generate(
+                p,
+                sampling,
+                priority=body.priority or 0,
+                request_id=request_id_of(http),
+                tenant=tenant,
+                salt=salt,
+                deadline=deadline,
+            )
             for p in prompts
         ]
         if body.is_prompt_only:

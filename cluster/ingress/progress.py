@@ -13,7 +13,9 @@ stopped. One that has got further since the last death is not to blame. No netwo
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pagoda.worker.errors import PagodaError
+from pagoda.cluster.ingress.output_check import OutputCheck
+from pagoda.worker.config import EngineLimits
+from pagoda.worker.errors import OverloadedError, PagodaError
 from pagoda.worker.types import Request, SampleProgress, SequenceOutput, attempt_id
 
 MAX_DEATHS_TOGETHER = 2
@@ -40,8 +42,9 @@ class _Sample:
 class RequestProgress:
     """One request's. Not thread-safe."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, limits: EngineLimits) -> None:
         self._request = request
+        self._check = OutputCheck(request, limits)
         self._samples = [_Sample() for _ in range(request.sampling.n)]
         self._num_told_prompt_logprobs = 0
         self._num_attempts = 0
@@ -49,7 +52,11 @@ class RequestProgress:
         self._num_deaths_here = 0
         """Since it last got further."""
         self._is_accepted = False
+        self._was_accepted = False
+        """As this attempt began."""
         self._is_on_worker = False
+        self.failure: str | None = None
+        """What ended the last attempt, if its worker said so or lied."""
 
     @property
     def has_ended(self) -> bool:
@@ -63,6 +70,7 @@ class RequestProgress:
     def attempt(self) -> Request:
         """The request as the next worker gets it, under a name of its own."""
         number, self._is_on_worker = self._num_attempts, False
+        self._was_accepted = self._is_accepted
         self._num_attempts += 1
         if number == 0:
             return self._request
@@ -77,15 +85,31 @@ class RequestProgress:
         )
 
     def accept(self) -> None:
-        """A worker has taken it."""
+        """A worker has taken it; one that shall run it alone has begun with it."""
         self._is_accepted = True
         self._is_on_worker = True
 
-    def take(self, outputs: Sequence[SequenceOutput]) -> None:
-        """Remember what came. What a later worker says of cached tokens is corrected to what the first one said."""
+    def refuse(self, error: PagodaError) -> None:
+        """A worker does not keep it. If that was the first to take it, it is new again: nothing was done for it."""
+        if isinstance(error, OverloadedError) and not self._was_accepted:
+            self._is_accepted = False
+        self._is_on_worker = False
+
+    def take(self, outputs: Sequence[SequenceOutput]) -> list[SequenceOutput]:
+        """Remember what came, and return what of it is for the client.
+
+        What a later worker says of cached tokens is corrected to what the first one said. An output that says that the
+        worker could not go on, or that no worker can have computed, is the last of its attempt: `failure` says why.
+        """
+        news = []
         self.accept()
-        self._num_deaths_here = 0
         for output in outputs:
+            self.failure = output.error or self._check.problem_with(output)
+            if self.failure is not None:
+                break
+            if not (output.token_ids or output.finish_reason or output.prompt_logprobs):
+                continue  # it says only that the worker has taken the request
+            self._num_deaths_here = 0
             sample = self._samples[output.index]
             sample.token_ids += output.token_ids
             if output.finish_reason is not None:
@@ -96,6 +120,8 @@ class RequestProgress:
                 sample.num_cached_tokens = output.num_cached_tokens
             else:
                 output.num_cached_tokens = sample.num_cached_tokens
+            news.append(output)
+        return news
 
     def complete_sample(self, index: int) -> None:
         """The client needs no more of a sample, whatever its worker says."""
@@ -104,7 +130,8 @@ class RequestProgress:
     def lose_worker(self, error: PagodaError) -> None:
         """The worker that ran it is gone. Raises `PoisonousRequestError` if that should not happen to another one.
 
-        One that had not taken it, as far as is known, was not killed by it.
+        One that had not taken it, as far as is known, was not killed by it. Nor was one that waited to run it alone:
+        others may have waited there too, behind the one that did it.
         """
         was_there, self._is_on_worker = self._is_on_worker, False
         self._is_accepted = True

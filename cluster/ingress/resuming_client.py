@@ -16,6 +16,7 @@ from pagoda.cluster.ingress.progress import RequestProgress
 from pagoda.cluster.ingress.service import RequestAbortedError
 from pagoda.cluster.ingress.sessions import WorkerLostError, WorkerSessions
 from pagoda.cluster.placer import Placer
+from pagoda.worker.config import EngineLimits
 from pagoda.worker.errors import EngineStoppedError, OverloadedError, PagodaError
 from pagoda.worker.pending_outputs import PendingOutputs
 from pagoda.worker.types import MAX_SEED, Request, RequestId, SequenceOutput
@@ -87,15 +88,17 @@ class ResumingClient:
         self,
         calls: WorkerCalls,
         sessions: WorkerSessions,
+        limits: EngineLimits,
         placer: Placer | None = None,
         *,
         on_lost: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """Without a `placer`, `calls` choose by load alone.
+        """`limits` are the workers'. Without a `placer`, `calls` choose by load alone.
 
         `on_lost` hears each time that a request loses its worker whether it goes on (True) or is given up.
         """
         self._on_lost = on_lost
+        self._limits = limits
         self._calls = calls
         self._sessions = sessions
         self._placer = placer
@@ -113,13 +116,14 @@ class ResumingClient:
         if request.sampling.seed is None:  # whoever goes on with it must draw the same numbers
             seed = secrets.randbelow(MAX_SEED + 1)
             request = replace(request, sampling=replace(request.sampling, seed=seed))
-        progress = RequestProgress(request)
+        begin_s = asyncio.get_running_loop().time()
+        progress = RequestProgress(request, self._limits)
         live = self._live[request.request_id] = _Live(progress)
         avoided: set[str] = set()
         try:
             while not progress.has_ended:
                 live.check_not_aborted()
-                attempt = progress.attempt()
+                attempt = _with_what_is_left(progress.attempt(), begin_s)
                 ranked = () if self._placer is None else await self._placer.rank(attempt, exclude=avoided)
                 try:
                     async with contextlib.aclosing(self._try(attempt, ranked, live)) as batches:
@@ -130,6 +134,7 @@ class ResumingClient:
                 except WorkerLostError as error:
                     self._go_on(live, attempt, error)
                 except (OverloadedError, WorkerStoppingError) as error:
+                    progress.refuse(error)
                     live.num_failures += 1
                     is_final = live.num_failures >= MAX_TRIES or not isinstance(error, _OTHERS_MAY_TAKE_IT)
                     if is_final and not progress.is_accepted:
@@ -196,14 +201,10 @@ class ResumingClient:
                 if not is_begun and self._placer is not None:
                     self._placer.begun(attempt.request_id)
                 is_begun = True
-                good = _until_failed(batch)
-                if len(good) == 1 and not (good[0].token_ids or good[0].finish_reason or good[0].prompt_logprobs):
-                    live.progress.accept()
-                elif good:
-                    live.progress.take(good)
-                    yield good
-                if len(good) < len(batch):
-                    raise WorkerLostError(batch[len(good)].error or "the worker could not go on")
+                if news := live.progress.take(batch):
+                    yield news
+                if (failure := live.progress.failure) is not None:
+                    raise WorkerLostError(failure)
         finally:
             call.cancel()
             live.attempt_id = live.outputs = None
@@ -212,9 +213,8 @@ class ResumingClient:
             self._sessions.close(attempt.request_id)
 
 
-def _until_failed(batch: list[SequenceOutput]) -> list[SequenceOutput]:
-    """Those before the first one that says that the worker could not go on with it."""
-    for position, output in enumerate(batch):
-        if output.error is not None:
-            return batch[:position]
-    return batch
+def _with_what_is_left(attempt: Request, begin_s: float) -> Request:
+    """Of the time that the request had when it began."""
+    if attempt.timeout_s is None:
+        return attempt
+    return replace(attempt, timeout_s=attempt.timeout_s - (asyncio.get_running_loop().time() - begin_s))

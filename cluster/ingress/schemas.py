@@ -115,6 +115,10 @@ class TokenizeRequest(Strict):
         )
 
 
+class LookupRequest(TokenizeRequest):
+    cache_salt: str | None = None
+
+
 class DetokenizeRequest(Strict):
     model: str | None = None
     tokens: Listed[int]

@@ -4,8 +4,6 @@ prompt or messages -> tokens -> a worker's stream of outputs -> text, piece by p
 """
 
 import asyncio
-import secrets
-import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
@@ -13,13 +11,23 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
+from pagoda.cluster.ingress.deadlines import Deadline, checked_timeout_s
 from pagoda.cluster.ingress.live_requests import DrainingError, LiveRequests
+from pagoda.cluster.ingress.refusals import OnRefused, refusal_reason
+from pagoda.cluster.ingress.tenant_limits import TenantGates
+from pagoda.cluster.public_prefixes import PublicPrefixes
 from pagoda.cluster.tenants import ANONYMOUS, Tenant
 from pagoda.worker.chat_options import ChatOptions
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.detokenizer import Detokenizer
 from pagoda.worker.engine import check_request
-from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError, PagodaError
+from pagoda.worker.errors import (
+    DeadlineExceededError,
+    EngineStoppedError,
+    InvalidRequestError,
+    OverloadedError,
+    PagodaError,
+)
 from pagoda.worker.tokenizer import ChatMessage, Tokenizer
 from pagoda.worker.types import FinishReason, Request, RequestId, SamplingParams, SequenceOutput, TokenLogprobs
 from pagoda.worker.vocabulary import Vocabulary
@@ -101,10 +109,27 @@ class Generation:
 class InferenceService:
     """Tokenises, checks, sends to a worker, turns tokens into text. One per ingress process."""
 
-    def __init__(self, tokenizer: Tokenizer, client: WorkerClient, limits: EngineLimits) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        client: WorkerClient,
+        limits: EngineLimits,
+        *,
+        max_timeout_s: float | None = None,
+        on_refused: OnRefused = lambda _: None,
+    ) -> None:
+        """`max_timeout_s` is what a request may take, and takes that asks for no less; None sets no limit.
+
+        `on_refused` hears why whenever a request is refused that could be served at another time.
+        """
         self.limits = limits
+        self._max_timeout_s = max_timeout_s
+        self._on_refused = on_refused
+        self._gates = TenantGates()
         self._tokenizer = tokenizer
         self._client = client
+        self.public_prefixes = PublicPrefixes()
+        """Whoever knows better may put others in their place, from any thread."""
         self._live = LiveRequests(client.abort)
         self._ending: set[asyncio.Task[None]] = set()
         """Requests whose answers are whole and whose workers have yet to end them."""
@@ -142,6 +167,13 @@ class InferenceService:
     async def scrape_workers(self) -> list[str | None]:
         """What each worker has measured, as Prometheus text; None of those that do not answer in time."""
         return await self._client.scrape()
+
+    def deadline(self, timeout_s: float | None) -> Deadline:
+        """Until when a request that was just read may take, which asks for so many seconds or for none.
+
+        Raises `InvalidRequestError`.
+        """
+        return Deadline(checked_timeout_s(timeout_s, self._max_timeout_s))
 
     async def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a prompt that is to be completed."""
@@ -187,36 +219,74 @@ class InferenceService:
         request_id: str | None = None,
         tenant: Tenant = ANONYMOUS,
         salt: bytes = b"",
-        timeout_s: float | None = None,
+        deadline: Deadline | None = None,
     ) -> Generation:
         """A generation for a checked request. Iterating it raises what the worker raises when it refuses.
 
-        Only requests of one `salt` share cached blocks. It may take `timeout_s` seconds, or as long as it likes.
+        Only requests of one `salt` share cached blocks, but for those of public prefixes. Until its `deadline` it may
+        take; by default, `max_timeout_s`.
 
-        Raises `DrainingError` when the service is stopping; so does iterating one that comes too late.
-        The engine's id begins with `request_id`. Clients may use one twice at a time, so it goes on with a random part.
+        Raises `DrainingError` when the service is stopping; so does iterating one that comes too late. Iterating it
+        also raises `TenantLimitError` if the tenant has too much already, and `DeadlineExceededError`.
+        The engine's id begins with `request_id`.
         """
-        self._live.refuse_if_draining()
-        unique = uuid.uuid4().hex if request_id is None else f"{request_id}-{secrets.token_hex(8)}"
+        try:
+            self._live.refuse_if_draining()
+        except DrainingError as error:
+            self._on_refused(refusal_reason(error))
+            raise
+        deadline = deadline or self.deadline(None)
+        prompt = tuple(prompt_token_ids)
         request = Request(
-            request_id=RequestId(unique),
-            prompt_token_ids=tuple(prompt_token_ids),
+            request_id=RequestId(tenant.new_request_id(request_id)),
+            prompt_token_ids=prompt,
             sampling=sampling,
             priority=priority,
             salt=salt,
+            num_public_tokens=self.public_prefixes.num_public_tokens(prompt) if salt else 0,
             tenant=tenant.name,
             weight=tenant.weight,
-            timeout_s=timeout_s,
+            timeout_s=deadline.left_s,
         )
-        return Generation(request, self._text_outputs(request))
+        return Generation(request, self._admitted(request, tenant, deadline.limit(self._text_outputs(request))))
 
-    def abort(self, request_id: str) -> None:
-        """End a running request by its id. Unknown and ended ones are ignored."""
-        self._client.abort(RequestId(request_id))
+    def abort(self, request_id: str, *, tenant: Tenant = ANONYMOUS) -> None:
+        """End a running request by its id. Unknown and ended ones are ignored, and those of others alike."""
+        if tenant.may_end(request_id):
+            self._client.abort(RequestId(request_id))
 
     def close(self) -> None:
         for pool in (self._tokenizing, self._tokenizing_aside):
             pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _admitted(
+        self, request: Request, tenant: Tenant, outputs: AsyncGenerator[list[TextOutput], None]
+    ) -> AsyncGenerator[list[TextOutput], None]:
+        """The same outputs, if the tenant's limits let the request in."""
+        clock = asyncio.get_running_loop().time
+        sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
+        max_tokens = sampling.max_tokens or self.limits.max_model_len - num_prompt_tokens
+        is_begun = False
+        try:
+            admission = self._gates.admit(
+                tenant,
+                num_prompt_tokens=num_prompt_tokens,
+                num_output_tokens=max_tokens * sampling.n,
+                now_s=clock(),
+            )
+            try:
+                async with aclosing(outputs):
+                    async for batch in outputs:
+                        is_begun = True
+                        for output in batch:
+                            admission.num_output_tokens += output.num_new_tokens
+                        yield batch
+            finally:
+                self._gates.release(admission, clock())
+        except (OverloadedError, EngineStoppedError) as error:
+            if not is_begun:
+                self._on_refused(refusal_reason(error))
+            raise
 
     async def _text_outputs(self, request: Request) -> AsyncGenerator[list[TextOutput], None]:
         sampling = request.sampling
@@ -278,7 +348,9 @@ class InferenceService:
 
     async def _aside(self, function: Callable[[], T]) -> T:
         if self._num_aside >= MAX_ASIDE:
-            raise OverloadedError(f"{MAX_ASIDE} texts wait to be tokenised already; try again later")
+            error = OverloadedError(f"{MAX_ASIDE} texts wait to be tokenised already; try again later")
+            self._on_refused(refusal_reason(error))
+            raise error
         self._num_aside += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing_aside, function)
@@ -312,6 +384,8 @@ def _to_text(output: SequenceOutput, detokenizer: Detokenizer, *, shows_end: boo
     reason = output.finish_reason
     if reason is FinishReason.ERROR:
         raise GenerationFailedError(output.error or "the worker could not finish the request")
+    if reason is FinishReason.DEADLINE:
+        raise DeadlineExceededError("the time that the request may take is over")
     if reason is FinishReason.ABORT:
         if output.error is not None:
             raise EngineStoppedError(output.error)

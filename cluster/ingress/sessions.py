@@ -12,6 +12,7 @@ import grpc
 
 from pagoda.proto import metrics_pb2, metrics_pb2_grpc, tokens_pb2, tokens_pb2_grpc
 from pagoda.worker.block_hash import HashDomain
+from pagoda.worker.cluster_tls import ClusterTls, dial
 from pagoda.worker.cluster_token import ClusterToken
 from pagoda.worker.errors import EngineStoppedError
 from pagoda.worker.pending_outputs import PendingOutputs
@@ -103,6 +104,7 @@ class WorkerSessions:
         ingress_id: str,
         *,
         token: str,
+        tls: ClusterTls | None = None,
         on_session: Callable[[WorkerEndpoint, bool], None] = lambda *_: None,
         owned_period_s: float = OWNED_PERIOD_S,
     ) -> None:
@@ -114,6 +116,7 @@ class WorkerSessions:
         self._on_session = on_session
         self._owned_period_s = owned_period_s
         self._metadata = ClusterToken(token).metadata
+        self._tls = tls
         self._tasks: dict[WorkerEndpoint, asyncio.Task[None]] = {}
         self._channels: dict[WorkerEndpoint, grpc.aio.Channel] = {}
         """Of the sessions that are open or being opened."""
@@ -196,7 +199,7 @@ class WorkerSessions:
         session = _Session()
         hello = tokens_pb2.SessionHello(ingress_id=self._ingress_id)
         await session.commands.put(tokens_pb2.SessionCommand(hello=hello))
-        async with grpc.aio.insecure_channel(endpoint.address, options=_KEEPALIVE) as channel:
+        async with dial(endpoint.address, self._tls, _KEEPALIVE) as channel:
             self._channels[endpoint] = channel
             stub = tokens_pb2_grpc.TokenStreamStub(channel)
             call = stub.Session(metadata=self._metadata)
@@ -210,7 +213,11 @@ class WorkerSessions:
                 is_open = True
                 self._on_session(endpoint, True)
                 async for batch in call:
-                    self._deliver(batch, session)
+                    try:
+                        self._deliver(batch, session)
+                    except ValueError as error:  # its requests fail, and it is dialled again
+                        logger.error("the worker at %s sends what is no batch: %s", endpoint.address, error)
+                        break
             finally:
                 writing.cancel()
                 telling.cancel()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import grpc
 
+from pagoda.cluster.chat_client import authorization
 from pagoda.cluster.loadtest.target import TOKENIZE_TIMEOUT_S, Answer, LoadRequest, SendError, TargetError, check_counts
 from pagoda.proto import inference_pb2 as pb
 from pagoda.proto.inference_pb2_grpc import InferenceStub
@@ -16,13 +17,15 @@ _MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 class GrpcTarget:
-    """Streams `Chat` and `Generate`. `address` is host:port."""
+    """Streams `Chat` and `Generate`. `address` is host:port; TLS if there is the PEM of an `authority`."""
 
     def __init__(
         self,
         address: str,
         *,
         model: str = "",
+        api_key: str | None = None,
+        authority: bytes | None = None,
         timeout_s: float = 600.0,
         sampling: pb.Sampling | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -32,8 +35,12 @@ class GrpcTarget:
         self._timeout_s = timeout_s
         self._sampling = sampling or pb.Sampling()
         self._clock = clock
-        self._channel = grpc.aio.insecure_channel(
-            address, options=[("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)]
+        self._metadata = tuple((name.lower(), value) for name, value in (authorization(api_key) or {}).items())
+        options = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)]
+        self._channel = (
+            grpc.aio.insecure_channel(address, options=options)
+            if authority is None
+            else grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(authority), options=options)
         )
         self._stub = InferenceStub(self._channel)
 
@@ -43,7 +50,9 @@ class GrpcTarget:
     async def models(self) -> list[str]:
         """Names of what is served. Raises `TargetError`."""
         try:
-            answer = await self._stub.ListModels(pb.ListModelsRequest(), timeout=_SHORT_TIMEOUT_S)
+            answer = await self._stub.ListModels(
+                pb.ListModelsRequest(), timeout=_SHORT_TIMEOUT_S, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise TargetError(f"no server at {self.address}: {error.details()}") from error
         return [model.id for model in answer.models]
@@ -55,9 +64,12 @@ class GrpcTarget:
             self._stub.Chat(
                 pb.ChatRequest(model=self.model, messages=_messages(request), sampling=sampling),
                 timeout=self._timeout_s,
+                metadata=self._metadata,
             )
             if request.messages
-            else self._stub.Generate(self._generate(request, sampling), timeout=self._timeout_s)
+            else self._stub.Generate(
+                self._generate(request, sampling), timeout=self._timeout_s, metadata=self._metadata
+            )
         )
         num_messages = 0
         try:
@@ -94,7 +106,9 @@ class GrpcTarget:
             assert isinstance(request.prompt, str)
             what.text = request.prompt
         try:
-            answer = await self._stub.Tokenize(what, timeout=min(self._timeout_s, TOKENIZE_TIMEOUT_S))
+            answer = await self._stub.Tokenize(
+                what, timeout=min(self._timeout_s, TOKENIZE_TIMEOUT_S), metadata=self._metadata
+            )
         except grpc.aio.AioRpcError:
             return None
         return list(answer.token_ids)

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,7 +48,8 @@ _PIECES_PER_TOKEN, _MORE_PIECES, _MORE_EVENTS = 8, 64, 10_000
 class OpenAITarget:
     """Streams chats from `/v1/chat/completions` and everything else from `/v1/completions`.
 
-    `url` is the server's, with or without `/v1`. `fields` go into every body. `clock` gives seconds.
+    `url` is the server's, with or without `/v1`. `fields` go into every body. `tls` says whose
+    certificates are believed. `clock` gives seconds.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class OpenAITarget:
         *,
         model: str = "",
         api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
         timeout_s: float = 600.0,
         fields: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -68,14 +71,14 @@ class OpenAITarget:
         tracing = aiohttp.TraceConfig()
         tracing.on_connection_reuseconn.append(_note_reuse)
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=True if tls is None else tls),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
             headers=authorization(api_key),
             read_bufsize=2**20,
             trace_configs=[tracing],
         )
         self._http_anew = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=True if tls is None else tls),
             timeout=self._http.timeout,
             headers=authorization(api_key),
             read_bufsize=2**20,

@@ -60,11 +60,11 @@ class SteadyDecode:
         self.scheduler = Scheduler(config, limits, manager, eos_token_ids=frozenset({2}))
         self.batch = InputBatch(max_num_seqs=num_seqs, max_model_len=limits.max_model_len, block_size=BLOCK_SIZE)
         self._draw = random.Random(0)
-        root = HashDomain(b"weights", "", "bfloat16", "rope", BLOCK_SIZE).root()
+        chain = HashDomain(b"weights", "", "bfloat16", "rope", BLOCK_SIZE).chain(b"")
         for index in range(num_seqs):
             prompt = tuple(self._draw.randrange(3, 50_000) for _ in range(CONTEXT))
             sampling = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-            self.scheduler.add(Request(RequestId(str(index)), prompt, sampling), seed=0, hash_root=root)
+            self.scheduler.add(Request(RequestId(str(index)), prompt, sampling), seed=0, hash_chain=chain)
         self._last = SchedulerOutput(step=0)
         while self.scheduler.num_waiting or any(count != 1 for count in self._last.num_scheduled_tokens.values()):
             self.step()

@@ -59,11 +59,11 @@ class SteadyDecode:
         self._encoder = StepEncoder()
         """As the executor has one, for the size of what that sends."""
         self.most_plan_bytes = 0
-        root = HashDomain(b"weights", "", "bfloat16", "rope", BLOCK_SIZE).root()
+        chain = HashDomain(b"weights", "", "bfloat16", "rope", BLOCK_SIZE).chain(b"")
         for index in range(NUM_REQUESTS):
             sampling = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
             request = Request(RequestId(f"cmpl-{index:032x}"), (300 + index,) * CONTEXT, sampling)
-            self._scheduler.add(request, seed=0, hash_root=root)
+            self._scheduler.add(request, seed=0, hash_chain=chain)
         while self._scheduler.num_waiting or self._last_plan.new:
             self._encoder.encode(self.step())
 

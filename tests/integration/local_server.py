@@ -17,12 +17,18 @@ import uvicorn
 
 from pagoda.cluster.ingress.http import build_http_app
 from pagoda.cluster.ingress.local import LocalWorkerClient
+from pagoda.cluster.ingress.metrics import IngressMetrics
 from pagoda.cluster.ingress.service import InferenceService
+from pagoda.cluster.ingress.tenant_registry import TenantRegistry
+from pagoda.cluster.public_prefixes import tokenised
+from pagoda.cluster.tenants_file import TenantsFile
 from pagoda.worker.async_engine import AsyncEngine
 from pagoda.worker.config import EngineConfig
 from pagoda.worker.tokenizer import Tokenizer
 
 DEADLINE_S = 30.0
+MAX_TIMEOUT_S = 600.0
+"""Of requests."""
 
 
 def wait_until(is_so: Callable[[], bool], what: str, *, deadline_s: float = DEADLINE_S) -> None:
@@ -47,8 +53,14 @@ class LocalServer:
     """A running server, with clients. Tests look into its engine, never at a clock."""
 
     def __init__(
-        self, engine: AsyncEngine, service: InferenceService, loop: asyncio.AbstractEventLoop, port: int
+        self,
+        engine: AsyncEngine,
+        service: InferenceService,
+        loop: asyncio.AbstractEventLoop,
+        port: int,
+        tenants: TenantRegistry | None = None,
     ) -> None:
+        self._tenants = tenants
         self.engine = engine
         self._service = service
         self._loop = loop
@@ -64,6 +76,11 @@ class LocalServer:
     def drain(self, timeout_s: float) -> "Future[None]":
         """Begin to stop, as `pagoda serve` does when it is interrupted. Done when nothing runs any more."""
         return asyncio.run_coroutine_threadsafe(self._service.drain(timeout_s), self._loop)
+
+    def read_tenants_again(self) -> None:
+        """As a service does every second, if the file has changed."""
+        assert self._tenants is not None
+        asyncio.run_coroutine_threadsafe(self._tenants.refresh(), self._loop).result(DEADLINE_S)
 
     @property
     def num_sequences(self) -> int:
@@ -95,11 +112,29 @@ class LocalServer:
 
 
 @contextmanager
-def serve_locally(config: EngineConfig, *, model_name: str) -> Iterator[LocalServer]:
-    """Load an engine and serve it until the end of the block."""
+def serve_locally(config: EngineConfig, *, model_name: str, tenants_path: Path | None = None) -> Iterator[LocalServer]:
+    """Load an engine and serve it until the end of the block; for everybody if there is no file of tenants."""
     engine = AsyncEngine(config, progress=lambda *_: None)
-    service = InferenceService(Tokenizer(config.model_path), LocalWorkerClient(engine), engine.limits)
-    app = build_http_app(service, model_name=model_name)
+    metrics = IngressMetrics(ingress="local")
+    tokenizer = Tokenizer(config.model_path)
+    service = InferenceService(
+        tokenizer,
+        LocalWorkerClient(engine),
+        engine.limits,
+        max_timeout_s=MAX_TIMEOUT_S,
+        on_refused=metrics.refused,
+    )
+
+    def declare(file: TenantsFile) -> None:
+        service.public_prefixes = tokenised(file.public_prefixes, tokenizer)
+
+    tenants = None if tenants_path is None else TenantRegistry(tenants_path, declare)
+    app = build_http_app(
+        service,
+        model_name=model_name,
+        metrics=metrics,
+        **({} if tenants is None else {"authenticate": tenants.authenticate}),
+    )
     # The socket listens before the server runs, so that no request can come too early.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
@@ -115,7 +150,7 @@ def serve_locally(config: EngineConfig, *, model_name: str) -> Iterator[LocalSer
 
         thread = threading.Thread(target=run, name="uvicorn")
         thread.start()
-        local = LocalServer(engine, service, loop.result(DEADLINE_S), listener.getsockname()[1])
+        local = LocalServer(engine, service, loop.result(DEADLINE_S), listener.getsockname()[1], tenants)
         try:
             yield local
         finally:

@@ -54,7 +54,7 @@ class Service:
             if folder.name.isdigit():
                 try:
                     session = int((folder / "stat").read_text().rpartition(")")[2].split()[3])
-                    command = (folder / "cmdline").read_text()
+                    command = (folder / "cmdline").read_text(errors="replace")
                 except OSError:
                     continue  # it ended meanwhile
                 if session == self.process.pid and named in command:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_model import write_tiny_model
 
-from pagoda.cluster.ingress.progress import MAX_DEATHS_TOGETHER, PoisonousRequestError
+from pagoda.cluster.ingress.progress import MAX_DEATHS_TOGETHER, PoisonousRequestError, RequestProgress
 from pagoda.cluster.ingress.resuming_client import ResumingClient, WorkerFullError, WorkerStoppingError
 from pagoda.cluster.ingress.service import InferenceService, RequestAbortedError
 from pagoda.cluster.ingress.sessions import WorkerEndpoint, WorkerLostError, WorkerSessions
@@ -89,7 +89,7 @@ class Cluster:
         self.calls = Calls(workers)
         self.losses: list[bool] = []
         """Whether the request went on, each time that one lost its worker."""
-        self.client = ResumingClient(self.calls, sessions, on_lost=self.losses.append)
+        self.client = ResumingClient(self.calls, sessions, workers[0].engine.limits, on_lost=self.losses.append)
 
     async def until_idle(self) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -295,6 +295,27 @@ def broken(_: object) -> None:
     raise RuntimeError("device error")
 
 
+async def test_worker_that_lies_is_as_good_as_lost(fake: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it said before is kept; the rest is another worker's."""
+    async with cluster(fake, 1) as quiet:
+        expected = await collect(quiet, request(GREEDY))
+    async with cluster(fake) as it:
+        liar: Any = it.workers[0].engine
+        deliver = liar._deliver
+
+        def lie(outputs: list[SequenceOutput]) -> None:
+            deliver([replace(output, token_ids=(10**6,)) for output in outputs])
+
+        outputs: dict[int, SequenceOutput] = {}
+        async with asyncio.timeout(DEADLINE_S), aclosing(it.client.stream(request(GREEDY))) as batches:
+            async for batch in batches:
+                if not outputs:
+                    monkeypatch.setattr(liar, "_deliver", lie)
+                take(outputs, batch)
+        assert len(it.calls.requests) == 2
+    assert shown(outputs) == shown(expected)
+
+
 async def test_full_worker_takes_what_another_one_had_taken(fake: EngineConfig) -> None:
     """The cluster has accepted it; a new request is refused at the same time."""
     async with cluster(fake) as it:
@@ -318,7 +339,11 @@ async def test_full_worker_takes_what_another_one_had_taken(fake: EngineConfig) 
 
 
 class PoisonedCalls(Calls):
-    """Workers die of one request, as soon as they have taken it."""
+    """Workers die of one request, as soon as its ingress knows that they run it."""
+
+    def __init__(self, it: Cluster) -> None:
+        super().__init__(it.workers)
+        self.has_heard = lambda _: it.client._live[POISON].progress._is_on_worker
 
     async def run(self, request: Request, ranked: tuple[str, ...]) -> None:
         if request.request_id.partition("~")[0] != POISON:
@@ -330,6 +355,7 @@ class PoisonedCalls(Calls):
         async with asyncio.timeout(DEADLINE_S):
             while request.request_id not in worker.engine.live_requests or not worker.engine.stats().num_running:
                 await asyncio.sleep(0.001)
+        await until(lambda: self.has_heard(request))
         await worker.kill()
         running.cancel()
         raise WorkerLostError("it died")
@@ -339,7 +365,7 @@ async def test_request_that_kills_its_workers_is_stopped(fake: EngineConfig) -> 
     """After two deaths it runs alone; then it is refused, and the cluster goes on: others lose nothing by it."""
     slow = replace(fake, fake_step_s=0.02)  # nobody gets a token before the worker is dead
     async with cluster(slow, MAX_DEATHS_TOGETHER + 2) as it:
-        it.calls = PoisonedCalls(it.workers)
+        it.calls = PoisonedCalls(it)
         it.client._calls = it.calls
         with pytest.raises(PoisonousRequestError):
             await collect(it, request(GREEDY, POISON))
@@ -347,6 +373,30 @@ async def test_request_that_kills_its_workers_is_stopped(fake: EngineConfig) -> 
         assert it.losses == [True] * MAX_DEATHS_TOGETHER + [False]
         it.calls.workers = it.workers[-1:]
         assert len((await collect(it, request(replace(GREEDY, max_tokens=5), "next")))[0].token_ids) == 5
+
+
+async def test_request_that_waited_behind_the_culprit_goes_on(fake: EngineConfig) -> None:
+    """Scenario: it was at two deaths and shall run alone; so shall another one, which kills this worker too."""
+    async with cluster(replace(fake, fake_step_s=0.02)) as it:
+        it.calls.workers = [it.workers[0], it.workers[0], it.workers[1]]
+        culprit = it.client.stream(replace(request(SAMPLED, "culprit"), runs_alone=True))
+        await anext(culprit)
+        first = it.workers[0]
+        innocent = request(replace(GREEDY, max_tokens=5), "innocent")
+        stream = it.client.stream(innocent)
+        progress = RequestProgress(innocent, first.engine.limits)
+        for _ in range(MAX_DEATHS_TOGETHER):
+            progress.attempt()
+            progress.accept()
+            progress.lose_worker(WorkerLostError("it died"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pagoda.cluster.ingress.resuming_client.RequestProgress", lambda *_: progress)
+            reading = asyncio.create_task(ends_of(stream))
+            await until(lambda: first.engine.stats().num_waiting == 1)
+        await first.kill()
+        await culprit.aclose()
+        assert await asyncio.wait_for(reading, DEADLINE_S) == [FinishReason.LENGTH]
+        assert it.calls.requests[-1].runs_alone
 
 
 async def test_nobody_runs_beside_a_request_that_runs_alone(fake: EngineConfig) -> None:
@@ -409,6 +459,23 @@ async def test_given_up_in_every_state(fake: EngineConfig, state: str, signal: s
         await it.until_idle()
         assert len(it.calls.requests) == num_tries
         assert it.client.num_live == 0
+
+
+async def test_aborted_by_name_after_it_was_resumed(fake: EngineConfig) -> None:
+    """Through another ingress, which knows the name that its client was told, and not how often it was tried."""
+    async with cluster(fake) as it:
+        stream = it.client.stream(request(replace(SAMPLED, max_tokens=400)))
+        await anext(stream)
+        await it.workers[0].kill()
+        reading = asyncio.create_task(ends_of(stream))
+        await until(lambda: bool(it.workers[1].engine.live_requests))
+        it.workers[1].engine.abort(RequestId("another"))
+        it.workers[1].engine.abort(RequestId("r"))
+        assert await asyncio.wait_for(reading, DEADLINE_S) == [FinishReason.ABORT]
+
+
+async def ends_of(stream: AsyncIterator[list[SequenceOutput]]) -> list[FinishReason]:
+    return [output.finish_reason async for batch in stream for output in batch if output.finish_reason]
 
 
 async def read_all(stream: AsyncIterator[list[SequenceOutput]]) -> None:

@@ -17,7 +17,7 @@ from pagoda.cluster.ingress.sessions import WorkerEndpoint, WorkerSessions
 from pagoda.cluster.worker_client import ServeWorkerCalls
 from pagoda.proto import tokens_pb2, tokens_pb2_grpc
 from pagoda.worker.async_engine import AsyncEngine
-from pagoda.worker.config import CacheConfig, EngineConfig, SchedulerConfig
+from pagoda.worker.config import CacheConfig, EngineConfig, EngineLimits, SchedulerConfig
 from pagoda.worker.errors import OverloadedError
 from pagoda.worker.pending_outputs import PendingOutputs
 from pagoda.worker.server import SessionLostError, WorkerServer
@@ -25,6 +25,7 @@ from pagoda.worker.types import FinishReason, Request, RequestId, SamplingParams
 
 TOKEN = "secret"
 DEADLINE_S = 20.0
+LIMITS = EngineLimits(max_model_len=512, vocab_size=512, max_num_seqs=8, max_num_waiting=4)
 ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
 
 
@@ -112,7 +113,7 @@ async def ingress(*endpoints: WorkerEndpoint, name: str = "front", token: str = 
 
 
 def client_of(handle: Any, sessions: WorkerSessions, ingress_id: str) -> ResumingClient:
-    return ResumingClient(ServeWorkerCalls(handle, ingress_id), sessions)
+    return ResumingClient(ServeWorkerCalls(handle, ingress_id), sessions, LIMITS)
 
 
 def request(name: str, sampling: SamplingParams = ENDLESS) -> Request:

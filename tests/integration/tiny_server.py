@@ -21,14 +21,14 @@ HELLO = [{"role": "user", "content": "Hello"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-def serve_tiny(tiny: Path) -> AbstractContextManager[LocalServer]:
+def serve_tiny(tiny: Path, *, tenants_path: Path | None = None) -> AbstractContextManager[LocalServer]:
     config = tiny_engine_config(
         tiny,
         max_model_len=MAX_MODEL_LEN,
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=1024),
         scheduler=SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_waiting=MAX_NUM_WAITING),
     )
-    return serve_locally(config, model_name=MODEL)
+    return serve_locally(config, model_name=MODEL, tenants_path=tenants_path)
 
 
 def post(server: LocalServer, path: str, content: bytes | str) -> httpx.Response:

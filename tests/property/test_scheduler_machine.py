@@ -5,6 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from pagoda.cluster.public_prefixes import PublicPrefixes
+from pagoda.worker.deadlines import Pace
 from pagoda.worker.types import FinishReason
 
 NAMES = [f"r{i}" for i in range(12)]
@@ -13,6 +15,8 @@ TRUNKS = [(0,) * 24, (0, 1) * 12, (0,) * 6 + (1,) * 18]
 """Prompts are a cut of one of these and a short rest: they often share a prefix, or all they have."""
 VOCAB_SIZE = 3
 MAX_OUTPUT_TOKENS = 12
+WEIGHTS = {"": 1.0, "light": 0.5, "heavy": 3.0}
+"""Of tenants."""
 
 prompts = st.tuples(
     st.sampled_from(TRUNKS), st.integers(0, 20), st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=3)
@@ -27,8 +31,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows=st.sampled_from([(0,), (0,), (0, 0), (0, 5), (7,), (0, 4, 9)]),
         num_tokens=st.sampled_from([16, 24, 40, 100]),
         max_num_seqs=st.sampled_from([1, 2, 3, 8]),
+        max_num_waiting=st.sampled_from([4, 8, 100]),
         max_num_batched_tokens=st.sampled_from([1, 4, 7, 16, 64]),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
+        num_declared_tokens=st.sampled_from([0, 5, 8, 24]),
     )
     def start(
         self,
@@ -37,15 +43,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows: tuple[int, ...],
         num_tokens: int,
         max_num_seqs: int,
+        max_num_waiting: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool,
+        num_declared_tokens: int,
     ) -> None:
         self.seeds: dict[str, int] = {}
+        self.public_prefixes = PublicPrefixes([TRUNKS[2][:num_declared_tokens]])
         self.replica = Replica(
             num_blocks=num_tokens // block_size * len(windows),
             block_size=block_size,
             windows=windows,
             max_num_seqs=max_num_seqs,
+            max_num_waiting=max_num_waiting,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             vocab_size=VOCAB_SIZE,
@@ -57,7 +67,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=prompts,
         turn_after=st.one_of(st.none(), st.sampled_from(NAMES)),
         priority=st.sampled_from([0, 0, 0, 1, 2]),
-        salt=st.sampled_from([b"", b"", b"", b"tenant", None]),
+        tenant=st.sampled_from(sorted(WEIGHTS)),
+        salt=st.sampled_from([b"", b"", b"tenant", b"tenant", b"other", None]),
         n=st.sampled_from([1, 1, 2, 4]),
         max_tokens=st.one_of(st.none(), st.integers(1, MAX_OUTPUT_TOKENS)),
         min_tokens=st.sampled_from([0, 0, 4]),
@@ -65,11 +76,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_token_ids=st.sampled_from([(), (), (1,)]),
         temperature=st.sampled_from([0.0, 1.0]),
         seed=st.integers(0, 3),
+        deadline_s=st.sampled_from([None, None, 2.0, 3.0]),
         logprobs=st.sampled_from([None, None, 0]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
     )
     def add(
-        self, *, name: str, prompt: tuple[int, ...], turn_after: str | None, max_tokens: int | None, **options: object
+        self,
+        *,
+        name: str,
+        prompt: tuple[int, ...],
+        turn_after: str | None,
+        max_tokens: int | None,
+        **options: object,
     ) -> None:
         """Add a request that the engine would accept, unless one of that name still runs.
 
@@ -85,7 +103,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens = None if max_tokens is None else min(max_tokens, room)
         self.seeds[name] = options["seed"]
         options["min_tokens"] = min(options["min_tokens"], room if max_tokens is None else max_tokens)
-        self.replica.add(name, prompt, max_tokens=max_tokens, **options)
+        weight = WEIGHTS[str(options["tenant"])]
+        num_public_tokens = self.public_prefixes.num_public_tokens(prompt)
+        self.replica.add(
+            name, prompt, max_tokens=max_tokens, weight=weight, num_public_tokens=num_public_tokens, **options
+        )
 
     @rule(name=st.sampled_from(NAMES))
     def abort(self, *, name: str) -> None:
@@ -93,6 +115,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_live = self.live.count(name)
         assert len(self.replica.abort(name)) == num_live
         assert self.replica.abort(name) == []
+
+    @rule()
+    def shed(self) -> None:
+        """Whoever is shed has got nothing; what is left fits, or has begun."""
+        replica = self.replica
+        outputs = replica.scheduler.shed_excess()
+        for output in outputs:
+            assert output.finish_reason is FinishReason.SHED
+            assert not replica.output(output.request_id, output.index)
+        replica._take(outputs)
+        replica.check()
+
+    @rule(now_s=st.sampled_from([0.0, 1.0, 2.0, 3.0]), token_s=st.sampled_from([0.0, 0.1]))
+    def expire(self, *, now_s: float, token_s: float) -> None:
+        """Time may also go back: requests that come later have their time all the same."""
+        replica = self.replica
+        outputs = replica.scheduler.expire(now_s, Pace(per_prefill_token_s=token_s))
+        for output in outputs:
+            is_shed = output.finish_reason is FinishReason.SHED
+            assert output.finish_reason is FinishReason.DEADLINE or (is_shed and now_s < 3.0)
+            assert not (is_shed and replica.output(output.request_id, output.index))
+        replica._take(outputs)
+        replica.check()
 
     @rule(name=st.sampled_from(NAMES), num_received=st.integers(0, MAX_OUTPUT_TOKENS), runs_alone=st.booleans())
     def lose_and_resume(self, *, name: str, num_received: int, runs_alone: bool) -> None:

@@ -18,13 +18,14 @@ class Client:
 
     def __init__(self, ranked: tuple[str, ...] | None = ("b", "a")) -> None:
         self.ranked = ranked
+        self.reason = "prefix"
         self.queries: list[Any] = []
         self.excluded: list[Any] = []
 
     async def place(self, query: Any, *, exclude: Any) -> pb.PlaceResponse | None:
         self.queries.append(query)
         self.excluded.append(set(exclude))
-        return None if self.ranked is None else pb.PlaceResponse(ranked=self.ranked, reason="prefix")
+        return None if self.ranked is None else pb.PlaceResponse(ranked=self.ranked, reason=self.reason)
 
     async def lookup(self, model: str, hashes: Any) -> pb.LookupResponse | None:
         assert model == "m"
@@ -35,8 +36,14 @@ class Client:
         return None if self.ranked is None else pb.DirectoryStats(num_entries=3)
 
 
-def request(num_tokens: int = 10, salt: bytes = b"", **sampling: Any) -> Request:
-    return Request(RequestId("r"), tuple(range(num_tokens)), SamplingParams(**sampling), salt=salt)
+def request(num_tokens: int = 10, salt: bytes = b"", num_public_tokens: int = 0, **sampling: Any) -> Request:
+    return Request(
+        RequestId("r"),
+        tuple(range(num_tokens)),
+        SamplingParams(**sampling),
+        salt=salt,
+        num_public_tokens=num_public_tokens,
+    )
 
 
 async def test_hashes_as_the_worker_does() -> None:
@@ -52,6 +59,27 @@ async def test_hashes_as_the_worker_does() -> None:
     await placer.rank(request(salt=b"tenant"))
     assert not set(client.queries[1].hashes) & set(query.hashes)
     assert reasons == ["prefix", "prefix"]
+
+
+async def test_asks_for_public_blocks_as_the_worker_names_them() -> None:
+    client = Client()
+    placer = Placer(client, "m", lambda: DOMAIN)  # type: ignore[arg-type]
+    await placer.rank(request(salt=b"tenant", num_public_tokens=5))
+    assert list(client.queries[0].hashes) == DOMAIN.chain(b"tenant", num_public_tokens=5).blocks(range(10), 4)
+    assert client.queries[0].hashes[:1] == hash_blocks(DOMAIN.root(), range(4), 4)
+
+
+async def test_a_directory_that_lies_costs_hits_only() -> None:
+    """Workers that nobody knows are for the router to ignore; a reason of its own makes no series of metrics."""
+    reasons: list[str] = []
+    client = Client(ranked=("nobody",) * 1000)
+    client.reason = "a reason of its own"
+    placer = Placer(client, "m", lambda: DOMAIN, on_placed=reasons.append, is_routable={"a"}.__contains__)  # type: ignore[arg-type]
+    await placer.rank(request())
+    assert client.excluded == [set(), {"nobody"}]
+    client.ranked = ()
+    assert await placer.rank(request()) == ()
+    assert reasons == ["other", "other"]
 
 
 async def test_long_prompts_are_hashed_alike() -> None:

@@ -8,6 +8,7 @@ from pagoda.cluster.ingress.progress import (
     PoisonousRequestError,
     RequestProgress,
 )
+from pagoda.worker.config import EngineLimits
 from pagoda.worker.errors import EngineStoppedError
 from pagoda.worker.types import (
     FinishReason,
@@ -21,12 +22,13 @@ from pagoda.worker.types import (
 )
 
 ID = RequestId("r")
+LIMITS = EngineLimits(max_model_len=200, vocab_size=300, max_num_seqs=4, max_num_waiting=4)
 DEATH = EngineStoppedError("the worker is gone")
 ENTRY = TokenLogprobs(1, -0.5, 1, ())
 
 
 def progress(n: int = 1) -> RequestProgress:
-    return RequestProgress(Request(ID, (1, 2, 3), SamplingParams(n=n, seed=5)))
+    return RequestProgress(Request(ID, (1, 2, 3), SamplingParams(n=n, seed=5, max_tokens=100)), LIMITS)
 
 
 def output(*token_ids: int, index: int = 0, end: FinishReason | None = None, num_cached: int = 0) -> SequenceOutput:
@@ -109,6 +111,19 @@ def test_one_that_gets_further_is_not_to_blame() -> None:
         assert not it.attempt().runs_alone
         it.take([output(number)])
         it.lose_worker(DEATH)
+
+
+def test_what_a_worker_cannot_have_computed_is_not_believed() -> None:
+    """What came before it in the same message is."""
+    it = progress()
+    it.attempt()
+    good = output(7)
+    assert it.take([good, output(10**6)]) == [good]
+    assert "token 1000000" in str(it.failure)
+    it.lose_worker(DEATH)
+    assert it.attempt().progress == (SampleProgress((7,)),)
+    assert it.take([output(8)])
+    assert it.failure is None
 
 
 def test_but_not_for_ever() -> None:

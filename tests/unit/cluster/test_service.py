@@ -29,12 +29,12 @@ async def until_no_task_is_left() -> None:
 
 
 async def pieces(client: FakeWorkerClient, **sampling: Any) -> list[TextOutput]:
-    generation = service(client).generate([1], SamplingParams(**sampling))
+    generation = service(client).generate([1] * 20, SamplingParams(**sampling))
     return [output async for batch in generation.outputs for output in batch]
 
 
 async def texts(client: FakeWorkerClient, **sampling: Any) -> list[list[tuple[int, str, FinishReason | None]]]:
-    generation = service(client).generate([1], SamplingParams(**sampling))
+    generation = service(client).generate([1] * 20, SamplingParams(**sampling))
     return [[(o.index, o.text, o.finish_reason) for o in batch] async for batch in generation.outputs]
 
 
@@ -97,7 +97,7 @@ async def test_prompt_logprobs_come_before_the_text() -> None:
 async def test_prompt_only_shows_nothing_but_the_end() -> None:
     """Of a prompt that is only asked about, one token is generated all the same."""
     client = FakeWorkerClient([out(0, "", prompt="xy")], [out(0, ".", STOP, stop_reason=46, prompt="z")])
-    generation = prompt_only(service(client).generate([1], SamplingParams(max_tokens=1)))
+    generation = prompt_only(service(client).generate([1] * 20, SamplingParams(max_tokens=1)))
     assert [o async for batch in generation.outputs for o in batch] == [
         TextOutput(0, "", (), None, 0, prompt_logprobs=logprobs("xy")),
         TextOutput(0, "", (), LENGTH, 0, prompt_logprobs=logprobs("z")),
@@ -120,9 +120,9 @@ async def test_request_reaches_the_worker() -> None:
 async def test_request_id_begins_as_given_and_is_never_used_twice() -> None:
     """A client that repeats a request while the first one still runs must not be refused for its id."""
     tested = service(FakeWorkerClient())
-    ids = [tested.generate([1], SamplingParams(), request_id="abc").request.request_id for _ in range(2)]
+    ids = [tested.generate([1] * 20, SamplingParams(), request_id="abc").request.request_id for _ in range(2)]
     assert all(request_id.startswith("abc-") for request_id in ids)
-    assert len({*ids, tested.generate([1], SamplingParams()).request.request_id}) == 3
+    assert len({*ids, tested.generate([1] * 20, SamplingParams()).request.request_id}) == 3
 
 
 async def test_stop_string_ends_one_sample_while_the_other_goes_on() -> None:
@@ -161,7 +161,7 @@ async def test_worker_ends_what_stop_strings_ended_while_nobody_waits() -> None:
 
 async def test_reader_that_leaves_at_the_stop_string_aborts_nothing() -> None:
     client = FakeWorkerClient([out(0, "a.")], [out(0, "junk", STOP)])
-    outputs = service(client).generate([1], SamplingParams(stop=(".",))).outputs
+    outputs = service(client).generate([1] * 20, SamplingParams(stop=(".",))).outputs
     await anext(outputs)
     await outputs.aclose()
     assert not client.is_closed
@@ -194,7 +194,7 @@ async def test_stop_string_before_min_tokens_does_not_count() -> None:
 async def test_error_output_is_raised() -> None:
     """The step that computed the sequence failed: the client gets the reason, after the text that came before."""
     client = FakeWorkerClient([out(0, "a")], [out(0, "", ERROR, error="the step failed")], then_hangs=True)
-    outputs = service(client).generate([1], SamplingParams()).outputs
+    outputs = service(client).generate([1] * 20, SamplingParams()).outputs
     assert len(await anext(outputs)) == 1
     with pytest.raises(GenerationFailedError, match="the step failed"):
         await anext(outputs)
@@ -218,7 +218,7 @@ async def test_worker_that_stops_is_not_somebody_who_aborts() -> None:
 
 async def test_service_that_stops_is_not_somebody_who_aborts() -> None:
     tested = InferenceService(AsciiTokenizer(), client := FakeWorkerClient([out(0, "a")], [out(0, "", ABORT)]), LIMITS)  # type: ignore[arg-type]
-    outputs = tested.generate([1], SamplingParams()).outputs
+    outputs = tested.generate([1] * 20, SamplingParams()).outputs
     await anext(outputs)
     client.abort = lambda _: None  # type: ignore[method-assign]
     draining = asyncio.create_task(tested.drain(0.0))
@@ -236,7 +236,7 @@ async def test_refusal_by_the_worker_is_raised() -> None:
 async def test_reader_that_goes_away_closes_the_stream() -> None:
     """A client that disconnects cancels the task that reads; the worker must hear of it at once."""
     client = FakeWorkerClient([out(0, "a")], then_hangs=True)
-    outputs = service(client).generate([1], SamplingParams()).outputs
+    outputs = service(client).generate([1] * 20, SamplingParams()).outputs
     await anext(outputs)
     reading = asyncio.create_task(anext(outputs))  # type: ignore[arg-type]
     await asyncio.sleep(0)
@@ -247,7 +247,7 @@ async def test_reader_that_goes_away_closes_the_stream() -> None:
 
 async def test_outputs_closed_between_two_batches() -> None:
     client = FakeWorkerClient([out(0, "a")], [out(0, "b")])
-    outputs = service(client).generate([1], SamplingParams()).outputs
+    outputs = service(client).generate([1] * 20, SamplingParams()).outputs
     await anext(outputs)
     await outputs.aclose()
     assert client.is_closed

@@ -1,6 +1,7 @@
 """An engine on a fake rank for each test that asks for one."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from engine_client import Client
@@ -11,8 +12,8 @@ def make_client() -> Iterator[Callable[..., Client]]:
     """Makes clients, and closes them after the test."""
     clients: list[Client] = []
 
-    def make(**limits: int) -> Client:
-        clients.append(Client(**limits))
+    def make(**options: Any) -> Client:
+        clients.append(Client(**options))
         return clients[-1]
 
     yield make

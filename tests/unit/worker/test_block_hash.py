@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from pagoda.worker.block_hash import HashDomain, extend_hashes, hash_block, hash_blocks
+from pagoda.worker.block_hash import HashChain, HashDomain, extend_hashes, hash_block, hash_blocks, hash_of_parts
 
 PLAIN = HashDomain(
     weights_digest=bytes(range(32)),
@@ -119,3 +119,61 @@ def test_token_beyond_32_bits_is_an_error(token_id: int) -> None:
     """It must not be cut to 32 bits and hash like another token."""
     with pytest.raises(struct.error):
         hash_block(PLAIN.root(), [token_id])
+
+
+# -- salts and public prefixes -------------------------------------------------------------------
+
+SALT = bytes(range(100, 132))
+FORKED = ["f0b4da3adad0287a50417dbeaf33f563", "b6d3103971cfd6a9c41000519a4a5023", "54dbc35ee085e3b18f76cb9181dcf46d"]
+
+
+def test_chain_behind_a_public_prefix_is_the_published_vector() -> None:
+    """The first block is public; the parent of the second is SHA-256 over <u32 length><part> of "fork", hash, salt."""
+    chain = PLAIN.chain(SALT, num_public_tokens=4)
+    assert [block_hash.hex() for block_hash in chain.blocks(TOKENS, 4)] == FORKED
+    assert FORKED[0] == CHAIN[0]
+    fork = hash_of_parts(b"fork", bytes.fromhex(CHAIN[0]), SALT)[:16]
+    assert hash_block(fork, TOKENS[4:8]).hex() == FORKED[1]
+
+
+@pytest.mark.parametrize(
+    ("num_public_tokens", "num_shared"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (11, 2), (12, 3)]
+)
+def test_only_blocks_wholly_inside_the_public_prefix_are_shared(num_public_tokens: int, num_shared: int) -> None:
+    """With everybody who begins so: those of other salts, and those without one."""
+    one, other, unsalted = (
+        PLAIN.chain(salt, num_public_tokens=num_public_tokens).blocks(TOKENS, 4) for salt in (b"one", b"two", b"")
+    )
+    assert one[:num_shared] == other[:num_shared] == unsalted[:num_shared]
+    assert not {*one[num_shared:]} & {*other[num_shared:]}
+    assert not {*one[num_shared:], *other[num_shared:]} & {*unsalted}
+
+
+def test_without_a_public_prefix_a_salt_is_a_field_of_the_domain() -> None:
+    """Hashes that were made before there were public prefixes stay what they were."""
+    assert PLAIN.chain(b"") == HashChain(PLAIN.root())
+    assert PLAIN.chain(SALT) == HashChain(replace(PLAIN, salt=SALT).root())
+
+
+@pytest.mark.parametrize("cut", range(len(TOKENS) + 1))
+def test_a_forked_chain_may_be_extended_anywhere(cut: int) -> None:
+    """A sequence grows token by token, a directory hashes a prompt whole."""
+    chain = PLAIN.chain(SALT, num_public_tokens=6)
+    hashes = chain.blocks(TOKENS[:cut], 4)
+    chain.extend(hashes, TOKENS, 4)
+    assert hashes == chain.blocks(TOKENS, 4)
+
+
+def test_a_salt_cannot_be_forged_by_tokens() -> None:
+    """Tokens whose bytes are another's salt, or the encoding of a fork, name no block of that other."""
+    salt = struct.pack("<4I", 9, 9, 9, 9)
+    theirs = PLAIN.chain(salt, num_public_tokens=4).blocks(TOKENS, 4)
+    as_tokens = hash_blocks(PLAIN.root(), [*TOKENS[:4], 9, 9, 9, 9, *TOKENS[4:]], 4)
+    assert not {*theirs[1:]} & {*as_tokens}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [((b"ab", b"c"), (b"a", b"bc")), ((b"", b"x"), (b"x", b"")), ((b"x",), (b"x", b""))]
+)
+def test_bytes_do_not_move_between_parts(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> None:
+    assert hash_of_parts(*one) != hash_of_parts(*other)

@@ -103,21 +103,77 @@ def test_id_in_use_is_refused(client: Client) -> None:
     assert client.tokens("a") == greedy(6, 3) + greedy(8, 2)
 
 
-def test_overload_is_refused(make_client: Callable[..., Client]) -> None:
+def test_what_the_queue_does_not_hold_is_shed(make_client: Callable[..., Client]) -> None:
     """Samples count, not requests: one may run and three may wait here. What ended makes room again."""
     client = make_client(max_num_seqs=1, max_num_waiting=3)
     client.add("a", n=3)
-    with pytest.raises(OverloadedError):
-        client.add("b", n=2)
     client.add("c")
-    with pytest.raises(OverloadedError):
-        client.add("d")
+    client.add("b", n=2)
     client.engine.start()
+    assert [client.reason("b", index) for index in range(2)] == [FinishReason.SHED] * 2
     for index in range(3):
-        client.reason("a", index)
-    client.reason("c")
+        assert client.reason("a", index) is FinishReason.LENGTH
+    assert client.reason("c") is FinishReason.LENGTH
     client.add("e")
     assert client.reason("e") is FinishReason.LENGTH
+
+
+def test_more_than_the_engine_can_look_at_is_refused(make_client: Callable[..., Client]) -> None:
+    """While a step takes its time, as many again may come as may wait; the rest is refused on the spot."""
+    client = make_client(max_num_seqs=1, max_num_waiting=3)
+    for name in "abcdefg":
+        client.add(name)
+    with pytest.raises(OverloadedError):
+        client.add("h")
+    client.engine.start()
+    assert [name for name in "abcdefg" if client.reason(name) is FinishReason.SHED] == ["e", "f", "g"]
+
+
+# -- deadlines ---------------------------------------------------------------------------------
+
+
+def test_time_is_over_in_every_state(make_client: Callable[..., Client]) -> None:
+    """One runs, one waits, one has not even been looked at: each ends once, with what it has got."""
+    now_s = 100.0
+    client = make_client(max_num_seqs=1, clock=lambda: now_s)
+    client.executor.gate.clear()
+    client.add("running", timeout_s=5.0, max_tokens=200)
+    client.add("waiting", timeout_s=5.0, n=2)
+    client.engine.start()
+    assert client.executor.at_gate.wait(HANG_S)
+    client.add("in the inbox", timeout_s=4.0)
+    client.add("in time", timeout_s=1000.0, max_tokens=3)
+    now_s = 105.0
+    client.executor.gate.set()
+    assert client.reason("running") is FinishReason.DEADLINE
+    assert client.tokens("running") == greedy(6, 1)
+    assert [client.reason("waiting", index) for index in range(2)] == [FinishReason.DEADLINE] * 2
+    assert client.reason("in the inbox") is FinishReason.DEADLINE
+    assert client.reason("in time") is FinishReason.LENGTH
+
+
+def test_what_steps_take_decides_what_is_begun(make_client: Callable[..., Client]) -> None:
+    """A step takes a second here. A request that has two seconds for sixteen tokens ends before it begins."""
+    now_s = 0.0
+
+    def clock() -> float:
+        return now_s
+
+    def second() -> None:
+        nonlocal now_s
+        now_s += 1.0
+
+    client = make_client(max_num_seqs=1, clock=clock)
+    client.executor.before_step = second
+    client.add("first", max_tokens=16)
+    client.engine.start()
+    client.reason("first")
+    client.add("runs", max_tokens=100)
+    client.wait_for_tokens("runs", 1)
+    client.add("late", timeout_s=2.0, max_tokens=16)
+    assert client.reason("late") is FinishReason.SHED
+    assert client.tokens("late") == []
+    assert client.engine.wait_s() is not None
 
 
 # -- drain and shutdown ------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 from fakes import hash_root
 
-from pagoda.worker.block_hash import BlockHash
+from pagoda.worker.block_hash import BlockHash, HashChain
 from pagoda.worker.block_pool import BlockKey, BlockPool
 from pagoda.worker.errors import IntegrityError
 from pagoda.worker.kv_manager import KVManager
@@ -34,7 +34,7 @@ def make_sequence(name: str, num_tokens: int, *, first: int = 0, root: BlockHash
         seed=0,
         max_tokens=100,
         eos_token_ids=frozenset(),
-        hash_root=root,
+        hash_chain=HashChain(root) if root is not None else None,
         block_size=BLOCK_SIZE,
     )
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 import pytest
-from fakes import Failure, Replica, hash_root
+from fakes import Failure, Replica, hash_chain
 from scheduling import greedy, prompt
 
 from pagoda.worker.errors import IntegrityError
@@ -192,7 +192,7 @@ def test_id_in_use_is_refused() -> None:
     replica = Replica()
     replica.add("a", prompt(3))
     with pytest.raises(IntegrityError, match="a is here already"):
-        replica.scheduler.add(Request(RequestId("a"), (1,), SamplingParams()), seed=0, hash_root=hash_root(b""))
+        replica.scheduler.add(Request(RequestId("a"), (1,), SamplingParams()), seed=0, hash_chain=hash_chain(b""))
 
 
 def test_sample_that_its_reader_found_whole() -> None:

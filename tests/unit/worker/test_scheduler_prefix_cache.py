@@ -53,6 +53,17 @@ def test_output_is_reused_too() -> None:
     assert replica.step().new[0].num_computed_tokens == 12
 
 
+def test_public_blocks_are_shared_and_what_follows_is_not() -> None:
+    """Two tenants begin with a prefix of one and a half blocks that is declared public: the first block is a hit."""
+    replica = Replica()
+    replica.add("a", prompt(12), salt=b"one", num_public_tokens=6)
+    replica.run()
+    for name, salt, num_cached in (("b", b"two", 4), ("c", b"one", 11), ("d", b"", 4)):
+        replica.add(name, prompt(12), salt=salt, num_public_tokens=6)
+        replica.run()
+        assert replica.end(name).num_cached_tokens == num_cached, name
+
+
 def test_salts_and_private_requests_share_nothing() -> None:
     """Equal prompts under another salt, or kept out of the cache, hit nothing, at once or later."""
     replica = Replica()

@@ -31,6 +31,14 @@ def test_output_comes_back_from_the_wire(output: SequenceOutput) -> None:
     assert decode(encode([other, output])) == [other, output]
 
 
+def test_a_reason_that_is_none() -> None:
+    """Of a worker that is newer, or lies."""
+    batch = encode([SequenceOutput(A, 0, (9,), FinishReason.STOP)])
+    batch.outputs[0].finish_reason = 99
+    with pytest.raises(ValueError, match="finish reason 99"):
+        decode(batch)
+
+
 def test_columns_of_different_lengths() -> None:
     """Rather no tokens than those of others."""
     batch = encode([SequenceOutput(A, 0, (9,)), SequenceOutput(B, 0, (9,))])

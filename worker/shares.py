@@ -1,0 +1,92 @@
+"""Who has to make room for whom when tenants hold more, or less, than their share. Standard library only.
+
+A share is a tenant's part, by weight, of what the tenants that run or wait in one priority could hold together. Room is
+never made by a tenant's first running sequence: so each tenant that runs anything gets on, and whoever is ahead of all
+others is never interrupted for the sake of shares.
+"""
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+
+from pagoda.worker.fair_turns import Account, FairTurns
+from pagoda.worker.sequence import Sequence
+
+_ROUNDING = 1e-9
+"""What a sum of weights may be wrong by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Room for one tenant's next sequence, that another tenant's last one gives."""
+
+    account: Account
+    victim: Sequence
+
+
+def newest_of_largest(running: List[Sequence], size: Callable[[Sequence], float]) -> Sequence:
+    """Who gives up its blocks when somebody needs one: of the tenant that holds most for its weight, who goes last.
+
+    `running` is in order, and so is the answer's priority the worst. A tenant's first one goes only as the last of all.
+    """
+    priority = running[-1].request.priority
+    held: dict[str, float] = {}
+    last: dict[str, Sequence] = {}
+    is_first: dict[str, bool] = {}
+    for sequence in running:
+        if sequence.request.priority == priority:
+            tenant = sequence.request.tenant
+            held[tenant] = held.get(tenant, 0.0) + size(sequence) / sequence.request.weight
+            is_first[tenant] = tenant not in last
+            last[tenant] = sequence
+    candidates = [tenant for tenant in held if not is_first[tenant]]
+    return last[max(candidates, key=held.__getitem__)] if candidates else running[-1]
+
+
+def swap_for_share(
+    turns: FairTurns,
+    running: Iterable[Sequence],
+    *,
+    capacity: float,
+    size: Callable[[Sequence], float],
+    may_start: Callable[[Sequence], bool],
+) -> Swap | None:
+    """Whose next sequence may take the place of whose last one, if anybody's may.
+
+    The one must stay within its share with it, the other must keep its share without. `running` are those of the
+    priority of `turns`, in order; together they may hold `capacity`, each holds its `size`.
+    """
+    held: dict[str, float] = {}
+    last: dict[str, Sequence] = {}
+    for sequence in running:
+        tenant = sequence.request.tenant
+        held[tenant] = held.get(tenant, 0.0) + size(sequence)
+        last[tenant] = sequence
+    active = {tenant: a for tenant, a in turns.accounts.items() if a.num_waiting or a.num_running}
+    unit = capacity / sum(account.weight for account in active.values()) + _ROUNDING
+    givers = [
+        tenant
+        for tenant in held
+        if active[tenant].num_running > 1
+        and held[tenant] - size(last[tenant]) >= (unit - 2 * _ROUNDING) * active[tenant].weight
+    ]
+    if not givers:
+        return None
+    takers = [
+        account
+        for tenant, account in active.items()
+        if (head := account.head()) is not None
+        and held.get(tenant, 0.0) + size(head) <= unit * account.weight
+        and may_start(head)
+    ]
+    if not takers:
+        return None
+    giver = max(givers, key=lambda tenant: held[tenant] / active[tenant].weight)
+    taker = min(takers, key=lambda account: (account.served_until, _arrival(account)))
+    return Swap(taker, last[giver])
+
+
+def _arrival(account: Account) -> int:
+    head = account.head()
+    assert head is not None
+    return head.arrival

@@ -60,6 +60,9 @@ def _load_options(function: F) -> F:
             click.option("--sessions", "max_sessions", type=int, help="At most so many.  [default: no limit]"),
             click.option("--seed", type=int, default=0, help="Same seed, same requests at the same times."),
             click.option("--timeout-s", type=float, default=600.0, help="After which a request has failed."),
+            click.option(
+                "--sampling-seeds", is_flag=True, help="A seed in each request: sampled answers can be compared, too."
+            ),
             click.option("--temperature", type=float, default=0.0, help="0 is greedy: answers can be compared."),
             click.option(
                 "--ignore-eos/--respect-eos", default=True, help="Answers as long as asked for; vLLM's extension."
@@ -207,7 +210,10 @@ def _plan(options: dict[str, Any], *, has_times: bool) -> BenchPlan:
         rate=rate,
         concurrency=concurrency,
         as_recorded=not given,
-        **{name: options.pop(name) for name in ("arrivals", "burst_size", "duration_s", "max_sessions", "seed")},
+        **{
+            name: options.pop(name)
+            for name in ("arrivals", "burst_size", "duration_s", "max_sessions", "seed", "sampling_seeds")
+        },
     )
     for name, value, least, most in (
         ("rate", rate, 1e-6, 1e6),

@@ -58,7 +58,7 @@ class GrpcTarget:
         return [model.id for model in answer.models]
 
     async def send(self, request: LoadRequest, answer: Answer) -> None:
-        sampling = pb.Sampling(max_tokens=request.max_tokens)
+        sampling = pb.Sampling(max_tokens=request.max_tokens, seed=request.seed)
         sampling.MergeFrom(self._sampling)
         call = (
             self._stub.Chat(

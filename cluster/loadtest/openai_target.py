@@ -114,6 +114,8 @@ class OpenAITarget:
             "stream_options": {"include_usage": True},
             **self._fields,
         }
+        if request.seed is not None:
+            body["seed"] = request.seed
         if request.messages:
             path, body["messages"] = "chat/completions", list(request.messages)
         else:

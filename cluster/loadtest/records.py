@@ -79,7 +79,9 @@ def record_of(
         num_cached_tokens=answer.num_cached_tokens,
         num_output_tokens=len(times) if answer.num_output_tokens is None else answer.num_output_tokens,
         num_resent=answer.num_resent,
-        prompt_digest=_digest(repr((request.messages, request.prompt, request.max_tokens))),
+        prompt_digest=_digest(
+            repr((request.messages, request.prompt, request.max_tokens, *filter(None, [request.seed])))
+        ),
         text_digest=_digest("".join(answer.text)),
         error=None if error is None else error.kind,
         detail="" if error is None else error.detail,

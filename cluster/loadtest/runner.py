@@ -22,6 +22,8 @@ from pagoda.cluster.loadtest.workloads import Session, Workload
 _TICK_S = 0.02
 _SAY_PERIOD_S = 1.0
 _PAUSE_AFTER_FAILURE_S = 1.0
+_MAX_SEED = 2**31
+"""Every server takes these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class LoadOptions:
     """Sessions begin at times of their own."""
     max_sessions: int | None = None
     seed: int = 0
+    sampling_seeds: bool = False
+    """Whether each request has a seed of its own, the same in each run, so that sampled answers can be compared."""
 
 
 @dataclass(slots=True)
@@ -171,6 +175,9 @@ class LoadRunner:
                 request = LoadRequest(turn.max_tokens, tuple(messages))
             else:
                 request = LoadRequest(turn.max_tokens, prompt=turn.prompt)
+            if self._options.sampling_seeds:
+                draw = random.Random(f"{self._options.seed} sampling {session.number} {index}")
+                request = replace(request, seed=draw.randrange(1, _MAX_SEED))
             answer = await self._ask(request, session.number, index, due_s)
             if answer is None:
                 return False

@@ -31,6 +31,8 @@ class LoadRequest:
     max_tokens: int
     messages: tuple[Message, ...] = ()
     prompt: str | TokenIds = ()
+    seed: int | None = None
+    """Of what is drawn to answer it; None leaves that to the server."""
 
 
 @dataclass(slots=True)

@@ -62,6 +62,25 @@ async def test_turns_follow_each_other_with_the_answers_between() -> None:
     assert first.text_digest == second.text_digest
 
 
+async def test_sampling_seeds_are_the_same_in_each_run() -> None:
+    """Each request has one of its own; who asks with others has asked something else."""
+    turns = (Turn("one", 5), Turn("two", 5))
+    sessions = Given((Session(0, turns), Session(1, turns)))
+
+    async def seeds_of(**options: Any) -> tuple[list[int | None], list[str]]:
+        async with scripted_server(lambda *_: chat_answer("yes")) as server:
+            result = await run(server.url, sessions, LoadOptions(concurrency=1, **options))
+        return [body.get("seed") for body in server.bodies], [record.prompt_digest for record in result.records]
+
+    seeds, digests = await seeds_of(sampling_seeds=True)
+    assert len(set(seeds)) == 4
+    assert (seeds, digests) == await seeds_of(sampling_seeds=True)
+    others, other_digests = await seeds_of(sampling_seeds=True, seed=1)
+    assert not set(seeds) & set(others)
+    assert not set(digests) & set(other_digests)
+    assert (await seeds_of())[0] == [None] * 4
+
+
 async def test_a_session_ends_with_its_first_failure() -> None:
     def script_of(_: str, body: dict[str, Any]) -> Script:
         return [head(500)] if len(body["messages"]) > 1 else chat_answer("a")

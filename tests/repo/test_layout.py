@@ -73,6 +73,26 @@ def test_no_environment_variables_in_library_code() -> None:
                 assert not names & {"environ", "getenv"}, path
 
 
+def test_wall_clock_is_only_shown() -> None:
+    """Clocks of machines are set back and forth. What counts intervals uses a monotonic one.
+
+    These may look at the wall clock: answers that say when they were made, and a worker's start, whose number must be
+    higher than that of the start before.
+    """
+    allowed = {"cluster/ingress/answers.py", "cluster/ingress/openai_api.py", "cluster/replica.py"}
+    wall = {"time", "time_ns", "localtime", "gmtime", "now", "utcnow", "today"}
+    for name in PACKAGES:
+        for path in (ROOT / name).rglob("*.py"):
+            found = {
+                node.attr
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in ("time", "datetime", "date")
+            }
+            assert str(path.relative_to(ROOT)) in allowed or not found & wall, path
+
+
 def test_every_dependency_is_explained() -> None:
     """docs/dependencies.md names each package that pyproject.toml asks for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

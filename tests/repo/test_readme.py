@@ -14,7 +14,11 @@ from pagoda.cluster.ingress.schemas import ChatCompletionRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [README, (ROOT / "CONTRIBUTING.md").read_text(), (ROOT / "docs" / "load-testing.md").read_text()]
+DOCUMENTS = [
+    README,
+    (ROOT / "CONTRIBUTING.md").read_text(),
+    *((ROOT / "docs" / name).read_text() for name in ("load-testing.md", "chaos.md")),
+]
 
 
 def _commands(program: str) -> list[list[str]]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pagoda.worker.fake_runner import FakeRunner
-from pagoda.worker.types import NewSequence, SamplingParams, SchedulerOutput, SequenceId
+from pagoda.worker.types import NewSequence, SamplingParams, SchedulerOutput, SequenceId, TokenLogprobs
 
 PROMPT = tuple(range(300, 340))
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1)
@@ -55,6 +55,29 @@ def test_answers_are_the_same_after_preemption_and_beside_others() -> None:
     busy.execute(SchedulerOutput(3, dropped=[SequenceId("0")]))
     back = replace(sequence(), token_ids=PROMPT + tuple(first), num_output_tokens=8)
     assert first + decode(busy, back, 12) == whole
+
+
+def test_log_probabilities_are_as_repeatable_and_each_told_once() -> None:
+    """Of the output, and of the prompt from the second token on, whether it is computed in one piece or goes on."""
+    asked = replace(SAMPLED, logprobs=3, prompt_logprobs=2)
+
+    def tell(*chunks: int, next_prompt_logprob: int = 1) -> tuple[list[TokenLogprobs], TokenLogprobs]:
+        one, name = runner(), SequenceId("0")
+        new = [replace(sequence(sampling=asked), next_prompt_logprob=next_prompt_logprob)]
+        steps = [
+            one.execute(SchedulerOutput(step, new=new if step == 0 else [], num_scheduled_tokens={name: chunk}))
+            for step, chunk in enumerate(chunks)
+        ]
+        assert not any(step.logprobs for step in steps[:-1])
+        return [entry for step in steps for entry in step.prompt_logprobs.get(name, ())], steps[-1].logprobs[name]
+
+    of_prompt, of_output = tell(len(PROMPT))
+    assert [entry.token_id for entry in of_prompt] == list(PROMPT[1:])
+    assert {len(entry.top) for entry in of_prompt} == {2}
+    assert of_output.top[0] == (of_output.token_id, of_output.logprob)
+    assert len({token_id for token_id, _ in of_output.top}) == 3
+    assert tell(7, 20, len(PROMPT) - 27) == (of_prompt, of_output)
+    assert tell(7, len(PROMPT) - 7, next_prompt_logprob=12) == (of_prompt[11:], of_output)
 
 
 def test_steps_take_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:

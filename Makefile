@@ -10,7 +10,7 @@ TELL := sed -un '/^ *Downloading.*([0-9]\{3,\}\.[0-9] MB)/p; /^Installing/p'
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: setup lint type test serve proto profile bench bench-cpu bench-engine bench-tokenize bench-serving bench-load bench-directory bench-placement bench-balance bench-tp chaos clean
+.PHONY: setup lint type test serve proto profile bench bench-cpu bench-engine bench-tokenize bench-serving bench-load bench-directory bench-placement bench-balance bench-overload bench-tp chaos clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make bench-load      a minute of conversations, and what the load generator needs itself; build/bench/load.json, .html"
 	@echo "make bench-directory the prefix directory under load; writes build/bench/directory.json"
 	@echo "make bench-placement placement against Serve's and Ray's own; build/bench/placement.json, .svg (REPEATS=5)"
+	@echo "make bench-overload  goodput at three times the capacity, and floods; writes build/bench/overload.json"
 	@echo "make bench-tp        what a second rank of a worker costs; writes build/bench/tp.json"
 	@echo "make chaos           kill everything again and again: nothing lost, wrong or leaked; build/bench/chaos.json, .svg (MINUTES=3)"
 	@echo "make bench-balance   sixteen fake workers and a replayed trace; build/bench/balance.json, .svg"
@@ -92,6 +93,10 @@ bench-placement: $(STAMP)
 bench-balance: $(STAMP)
 	$(BIN)/pagoda model fetch
 	$(BIN)/python tests/bench/bench_balance.py
+
+bench-overload: $(STAMP)
+	$(BIN)/pagoda model fetch
+	$(BIN)/python tests/bench/bench_overload.py
 
 bench-tp: $(STAMP)
 	$(BIN)/pagoda model fetch

@@ -9,6 +9,7 @@ from typing import Literal
 from pagoda.worker.block_hash import BlockHash, HashChain, HashDomain
 from pagoda.worker.block_pool import BlockKey, BlockPool
 from pagoda.worker.config import EngineLimits, SchedulerConfig
+from pagoda.worker.deadlines import TimeLimits
 from pagoda.worker.engine import check_progress
 from pagoda.worker.kv_events import AllBlocksCleared, BlockStored, KVEventLog
 from pagoda.worker.kv_manager import KVManager
@@ -305,6 +306,7 @@ class Replica:
         tenant: str = "",
         weight: float = 1.0,
         deadline_s: float | None = None,
+        limits: TimeLimits | None = None,
         **sampling: object,
     ) -> None:
         """Queue a request, by default greedy. Salt None keeps it out of the prefix cache."""
@@ -335,7 +337,9 @@ class Replica:
         self.chains[request_id] = chain
         self.logprobs |= {SequenceId(f"{name}/{index}"): [] for index in range(params.n)}
         self.tokens |= {SequenceId(f"{name}/{index}"): [] for index in range(params.n)}
-        self.scheduler.add(request, seed=seed, hash_chain=chain, deadline_s=deadline_s)
+        if deadline_s is not None:
+            limits = TimeLimits(end_by_s=deadline_s)
+        self.scheduler.add(request, seed=seed, hash_chain=chain, limits=limits)
 
     def abort(self, name: str) -> list[SequenceOutput]:
         outputs = self.scheduler.abort(RequestId(name))
@@ -371,8 +375,10 @@ class Replica:
         """Run one step and return its plan."""
         num_preemptions = self.stats.num_preemptions
         plan = self.scheduler.schedule()
-        if self.stats.num_preemptions > num_preemptions:
-            assert not plan.new, "a step that preempts admits nobody"
+        if num_preempted := self.stats.num_preemptions - num_preemptions:
+            # Unless that one makes room for it, within the tenants' shares.
+            assert len(plan.new) <= (num_preempted == 1), "a step that preempts admits nobody"
+            assert not {new.sequence_id for new in plan.new} & {*plan.dropped}
         running = {request_id_of(sequence_id) for sequence_id in plan.num_scheduled_tokens}
         if any(self.scheduler._requests[request_id][0].request.runs_alone for request_id in running):
             assert len(running) == 1, "something runs beside a request that runs alone"

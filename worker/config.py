@@ -46,12 +46,16 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 1024
     """Tokens computed in one step; longer prompts are computed in chunks."""
     max_num_waiting: int = 4096
-    """Sequences that may wait; one more is refused."""
+    """Sequences that may wait; if one more comes, the newest of the tenant that has most waiting is refused."""
+    max_wait_s: float | None = None
+    """Seconds in which a new request must get its first token; if it no longer can, it is refused. None: any."""
 
     def __post_init__(self) -> None:
         require_in_range("max_num_seqs", self.max_num_seqs, 1, 65536)
         require_in_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**24)
         require_in_range("max_num_waiting", self.max_num_waiting, 1, 2**24)
+        if self.max_wait_s is not None:
+            require_in_range("max_wait_s", self.max_wait_s, 0.001, 2**24)
 
 
 @dataclass(frozen=True, slots=True)

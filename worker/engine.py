@@ -13,10 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 
 from pagoda.worker.block_hash import HashChain, HashDomain
 from pagoda.worker.config import EngineLimits
 from pagoda.worker.cost_model import StepCostModel
+from pagoda.worker.deadlines import TimeLimits
 from pagoda.worker.errors import (
     EngineStoppedError,
     IntegrityError,
@@ -114,7 +116,7 @@ class _Add:
     request: Request
     seed: int
     hash_chain: HashChain | None
-    deadline_s: float | None
+    limits: TimeLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +222,11 @@ class Engine:
                 raise OverloadedError(
                     f"{self._num_live_sequences} sequences run or wait already", retry_after_s=self.wait_s()
                 )
-            deadline_s = None if request.timeout_s is None else self._clock() + request.timeout_s
+            limits = self._time_limits(request)
             self._live[request.request_id] = live
             self._num_live_sequences += len(live)
             seed = secrets.randbelow(MAX_SEED + 1) if seed is None else seed
-            self._inbox.append(_Add(request, seed, chain, deadline_s))
+            self._inbox.append(_Add(request, seed, chain, limits))
             self._wake.notify_all()
 
     def wait_s(self) -> float | None:
@@ -306,7 +308,7 @@ class Engine:
         for command in commands:
             if isinstance(command, _Add):
                 self._scheduler.add(
-                    command.request, seed=command.seed, hash_chain=command.hash_chain, deadline_s=command.deadline_s
+                    command.request, seed=command.seed, hash_chain=command.hash_chain, limits=command.limits
                 )
                 if self._reporter is not None:
                     self._reporter.admitted(command.request.request_id)
@@ -317,6 +319,14 @@ class Engine:
         self._pace.measure(now_s, self._scheduler.stats.num_finished)
         self._emit(self._scheduler.expire(now_s, self._pace.pace))
         return True
+
+    def _time_limits(self, request: Request) -> TimeLimits:
+        now_s, max_wait_s = self._clock(), self._scheduler.config.max_wait_s
+        return TimeLimits(
+            begin_s=now_s,
+            end_by_s=inf if request.timeout_s is None else now_s + request.timeout_s,
+            first_token_by_s=inf if max_wait_s is None else now_s + max_wait_s,
+        )
 
     def _wait_for_command(self, timeout_s: float | None) -> bool:
         with self._wake:

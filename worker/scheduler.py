@@ -14,7 +14,7 @@ Rules that hold at all times:
 - When decoding needs a block and none is free, the running sequence of the worst priority that its tenant started last,
   of the tenant that holds most for its weight, is preempted: its blocks are freed, and it computes its tokens again
   later. So may be, one a step, the last one of a tenant over its share, for one under its share (`shares.py`). A step
-  that preempts admits nobody.
+  that preempts admits nobody but that one.
 - A tenant's first running sequence is preempted only if nobody runs behind it, or for a better priority; and turns
   never go back. A sequence that goes first can therefore always run, and everyone comes to be first: nobody starves.
 - A request that runs alone starts when nothing runs, and nobody else starts before it has ended.
@@ -30,7 +30,7 @@ from operator import attrgetter
 from pagoda.worker.block_hash import HashChain
 from pagoda.worker.config import EngineLimits, SchedulerConfig
 from pagoda.worker.cost_model import StepShape
-from pagoda.worker.deadlines import Deadlines, Pace
+from pagoda.worker.deadlines import Deadlines, Pace, TimeLimits
 from pagoda.worker.engine_load import EngineLoad
 from pagoda.worker.errors import IntegrityError
 from pagoda.worker.expected_outputs import ExpectedOutputs
@@ -50,6 +50,8 @@ from pagoda.worker.types import (
 from pagoda.worker.waiting_queue import WaitingQueue
 
 _ORDER = attrgetter("order")
+_LONG_OUTPUT = 2.0
+"""Outputs are planned with that are so many times as long as the tenant's are on average: most are no longer."""
 _RETRY_STEPS = 16
 """After which a sequence that did not fit is tried again, though no block has become free."""
 
@@ -95,11 +97,11 @@ class Scheduler:
         return bool(self._sequences)
 
     def add(
-        self, request: Request, *, seed: int, hash_chain: HashChain | None, deadline_s: float | None = None
+        self, request: Request, *, seed: int, hash_chain: HashChain | None, limits: TimeLimits | None = None
     ) -> None:
         """Queue a validated request's samples. `hash_chain` None keeps it out of the prefix cache.
 
-        `deadline_s`, if it has one, is on the clock of the times that `expire` is told.
+        Its `limits`, if it has some, are on the clock of the times that `expire` is told.
         """
         if request.request_id in self._requests:
             raise IntegrityError(f"request {request.request_id} is here already")
@@ -118,8 +120,8 @@ class Scheduler:
         for sequence in samples:
             self._sequences[sequence.sequence_id] = sequence
             self._waiting.push(sequence)
-        if deadline_s is not None:
-            self._deadlines.add(samples, deadline_s, look_s=-inf)
+        if limits is not None:
+            self._deadlines.add(samples, limits, look_s=-inf)
 
     def abort(
         self, request_id: RequestId, index: int | None = None, reason: FinishReason = FinishReason.ABORT
@@ -152,17 +154,22 @@ class Scheduler:
         """End requests whose time is over, with reason deadline; and with reason shed those that nothing was done for
         yet and that can no longer be in time, at the `pace` of this engine."""
         outputs: list[SequenceOutput] = []
-        for deadline_s, samples in self._deadlines.due(now_s):
-            first, latest_s = samples[0], deadline_s
+        for limits, samples in self._deadlines.due(now_s):
+            first, latest_s = samples[0], limits.end_by_s
             if self._is_untouched(first):
-                num_output_tokens = self._expected.tokens(first.request.tenant, first.max_tokens)
-                latest_s -= pace.needed_s(first.num_tokens, first.num_expected_tokens, num_output_tokens)
-            if now_s >= deadline_s:
+                num_output_tokens = _LONG_OUTPUT * self._expected.tokens(first.request.tenant, first.max_tokens)
+                latest_s = limits.latest_start_s(
+                    pace,
+                    num_tokens=first.num_tokens,
+                    num_cached_tokens=first.num_expected_tokens,
+                    num_output_tokens=min(first.max_tokens, num_output_tokens),
+                )
+            if now_s >= limits.end_by_s:
                 outputs += self._end_request(first, FinishReason.DEADLINE)
             elif now_s >= latest_s:
                 outputs += self._end_request(first, FinishReason.SHED, "it can no longer be in time; try again later")
             else:
-                self._deadlines.add(samples, deadline_s, look_s=latest_s)
+                self._deadlines.add(samples, limits, look_s=latest_s)
         return outputs
 
     def schedule(self) -> SchedulerOutput:
@@ -170,10 +177,10 @@ class Scheduler:
         self._step += 1
         plan = SchedulerOutput(step=self._step)
         num_preemptions = self.stats.num_preemptions
-        self._make_room()
+        has_swapped = self._make_room()
         budget = self._schedule_running(plan, self.config.max_num_batched_tokens)
-        if self.stats.num_preemptions == num_preemptions:
-            self._admit(plan, budget)
+        if self.stats.num_preemptions == num_preemptions + has_swapped:
+            self._admit(plan, budget, most=1 if has_swapped else self.config.max_num_seqs)
         plan.dropped, self._dropped = self._dropped, []
         plan.block_updates = self.manager.take_updates()
         return plan
@@ -286,26 +293,28 @@ class Scheduler:
 
     # -- one step, in its order ------------------------------------------------------------------
 
-    def _make_room(self) -> None:
-        """Preempt one for a waiting sequence of better priority, or of a tenant that holds less than its share."""
+    def _make_room(self) -> bool:
+        """Preempt one for a waiting sequence of better priority, or of a tenant that holds less than its share.
+
+        Returns whether it was for a share: then there is room for one, at once.
+        """
         head = self._waiting.peek()
-        if head is None or not self._running:
-            return
-        if self._excludes(head):
-            return
+        if head is None or not self._running or self._excludes(head):
+            return False
         is_full = len(self._running) >= self.config.max_num_seqs
         if head.request.priority < self._running[-1].request.priority:
             if not self._must_wait(head) and (is_full or not self._fits(head)):
                 self._preempt(newest_of_largest(self._running, _num_tokens))
         elif is_full or self._is_refused(head):
-            self._make_room_for_share(head.request.priority, is_full=is_full)
+            return self._make_room_for_share(head.request.priority, is_full=is_full)
+        return False
 
-    def _make_room_for_share(self, priority: int, *, is_full: bool) -> None:
+    def _make_room_for_share(self, priority: int, *, is_full: bool) -> bool:
         turns = self._waiting.turns_of(priority)
         if len(turns.accounts) < 2 or not turns.num_running:
-            return
+            return False
         if sum(s.num_tokens - s.num_computed_tokens for s in self._running) >= self.config.max_num_batched_tokens:
-            return  # nobody could be admitted yet
+            return False  # nobody could be admitted yet
         running = [sequence for sequence in self._running if sequence.request.priority == priority]
         if is_full:
             capacity = float(len(running))
@@ -319,9 +328,11 @@ class Scheduler:
             size=_one if is_full else _num_tokens,
             may_start=lambda sequence: not (self._must_wait(sequence) or self._excludes(sequence)),
         )
-        if swap is not None:
-            self._waiting.claim(priority, swap.account)
-            self._preempt(swap.victim)
+        if swap is None:
+            return False
+        self._waiting.claim(priority, swap.account)
+        self._preempt(swap.victim)
+        return True
 
     def _fits(self, sequence: Sequence) -> bool:
         if sequence.parent is not None and self.manager.can_fork(sequence.parent, sequence):
@@ -375,10 +386,10 @@ class Scheduler:
         self.manager.seal(sequence, sequence.num_computed_tokens + num_tokens)
         return num_tokens
 
-    def _admit(self, plan: SchedulerOutput, budget: int) -> None:
-        """Start waiting sequences in order while blocks, slots and budget last."""
+    def _admit(self, plan: SchedulerOutput, budget: int, *, most: int) -> None:
+        """Start waiting sequences in order while blocks, slots and budget last, at `most` so many."""
         limit = self.config.max_num_seqs
-        while budget > 0 and len(self._running) < limit and self._waiting.num_passed < limit:
+        while budget > 0 and len(plan.new) < most and len(self._running) < limit and self._waiting.num_passed < limit:
             sequence = self._waiting.peek()
             if sequence is None:
                 break

@@ -53,8 +53,12 @@ def swap_for_share(
 ) -> Swap | None:
     """Whose next sequence may take the place of whose last one, if anybody's may.
 
-    The one must stay within its share with it, the other must keep its share without. `running` are those of the
-    priority of `turns`, in order; together they may hold `capacity`, each holds its `size`.
+    The one must stay within its share with it, the other must keep its share without. Or the one wants no more than
+    half of what the other does, and was not given a share's worth more than its turns: then half its share must do for
+    the other. So a tenant whose requests come at random, and are no more than its share on average, need not wait for a
+    flood.
+
+    `running` are those of the priority of `turns`, in order; together they may hold `capacity`, each holds its `size`.
     """
     held: dict[str, float] = {}
     last: dict[str, Sequence] = {}
@@ -64,26 +68,44 @@ def swap_for_share(
         last[tenant] = sequence
     active = {tenant: a for tenant, a in turns.accounts.items() if a.num_waiting or a.num_running}
     unit = capacity / sum(account.weight for account in active.values()) + _ROUNDING
-    givers = [
-        tenant
-        for tenant in held
-        if active[tenant].num_running > 1
-        and held[tenant] - size(last[tenant]) >= (unit - 2 * _ROUNDING) * active[tenant].weight
-    ]
-    if not givers:
-        return None
-    takers = [
-        account
-        for tenant, account in active.items()
-        if (head := account.head()) is not None
-        and held.get(tenant, 0.0) + size(head) <= unit * account.weight
-        and may_start(head)
-    ]
-    if not takers:
-        return None
-    giver = max(givers, key=lambda tenant: held[tenant] / active[tenant].weight)
-    taker = min(takers, key=lambda account: (account.served_until, _arrival(account)))
-    return Swap(taker, last[giver])
+
+    def giver_that_keeps(part: float) -> str | None:
+        left = {t: held[t] - size(last[t]) for t in held if active[t].num_running > 1}
+        givers = [t for t in left if left[t] >= (part * unit - 2 * _ROUNDING) * active[t].weight]
+        return max(givers, key=lambda t: held[t] / active[t].weight, default=None)
+
+    def lead(tenant: str, account: Account) -> float:
+        """What it was given beyond its turn, as what its sequences hold."""
+        tokens = max(0.0, account.served_until - turns.now) * account.weight
+        return tokens * size(last[tenant]) / max(1.0, last[tenant].charge) if tenant in last else 0.0
+
+    def is_no_flood(tenant: str, beside: str, *, has_taken: float) -> bool:
+        account = active[tenant]
+        is_due = lead(tenant, account) - has_taken <= unit * account.weight
+        return is_due and 2 * _demand(account) <= _demand(active[beside])
+
+    def may_take(tenant: str, giver: str, head: Sequence, part: float) -> bool:
+        if part < 1.0:
+            return is_no_flood(tenant, giver, has_taken=0.0)
+        is_within_share = held.get(tenant, 0.0) + size(head) <= unit * active[tenant].weight
+        return is_within_share and not is_no_flood(giver, tenant, has_taken=size(last[giver]))
+
+    for part in (1.0, 0.5):
+        giver = giver_that_keeps(part)
+        if giver is None:
+            continue
+        takers = [
+            account
+            for tenant, account in active.items()
+            if (head := account.head()) is not None and may_take(tenant, giver, head, part) and may_start(head)
+        ]
+        if takers:
+            return Swap(min(takers, key=lambda account: (account.served_until, _arrival(account))), last[giver])
+    return None
+
+
+def _demand(account: Account) -> float:
+    return (account.num_running + account.num_waiting) / account.weight
 
 
 def _arrival(account: Account) -> int:

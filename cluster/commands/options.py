@@ -78,6 +78,11 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Sequences that may wait, per worker.",
         ),
         click.option(
+            "--max-wait-s",
+            type=float,
+            help="Seconds to the first token; what can no longer make that is refused.  [default: any]",
+        ),
+        click.option(
             "--fake",
             is_flag=True,
             help=f"For load tests: no model, only its time, {FAKE_STEP_S} s a step and {FAKE_TOKEN_S} s a token.",
@@ -111,6 +116,7 @@ def engine_settings(options: dict[str, Any]) -> EngineConfig:
         max_num_seqs=options["max_num_seqs"],
         max_num_batched_tokens=options["max_num_batched_tokens"],
         max_num_waiting=options["max_num_waiting"],
+        max_wait_s=options["max_wait_s"],
     )
     plain = ("dtype", "device", "max_model_len", "num_threads", "tensor_parallel_size")
     settings = {name: options[name] for name in plain}

@@ -68,6 +68,20 @@ def test_generate_is_what_http_says(service: Service, inference: Any) -> None:
     assert len({response.request_id for response in responses}) == 1
 
 
+def test_time_that_is_over_is_a_status(inference: Any) -> None:
+    """For both methods, in the middle of an answer; and a timeout that is none is refused by its name."""
+    sampling = pb.Sampling(max_tokens=90_000, ignore_eos=True)
+    limited = {"model": MODEL, "sampling": sampling, "timeout_s": 0.5}
+    for call in (
+        lambda: list(inference.Generate(pb.GenerateRequest(text="Once", **limited), timeout=DEADLINE_S)),
+        lambda: list(inference.Chat(pb.ChatRequest(messages=MESSAGES, **limited), timeout=DEADLINE_S)),
+    ):
+        assert status_of(call)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+    code, details = status_of(lambda: generate(inference, timeout_s=-1.0))
+    assert (code, details.partition(":")[0]) == (grpc.StatusCode.INVALID_ARGUMENT, "timeout_s")
+    assert generate(inference, sampling=pb.Sampling(max_tokens=1), timeout_s=60.0)
+
+
 def test_chat_streams_every_sample(inference: Any) -> None:
     sampling = pb.Sampling(n=3, max_tokens=4, ignore_eos=True, seed=5)
     responses = list(

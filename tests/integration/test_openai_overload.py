@@ -107,8 +107,8 @@ def test_what_cannot_be_in_time_is_refused_before_it_begins(server: LocalServer)
         pace = server.engine._engine._pace
         wait_until(lambda: pace.pace.step_s > 0, "a step was measured")
         before = server.engine.stats().num_prompt_tokens
-        timeout_s = 20 * pace.pace.step_s  # for two hundred tokens
-        response = post(server, COMPLETIONS, json.dumps(BODY | {"max_tokens": 200, "timeout_s": timeout_s}))
+        timeout_s = 100 * pace.pace.step_s  # which would do for fifty tokens, if it could begin now
+        response = post(server, COMPLETIONS, json.dumps(BODY | {"max_tokens": 50, "timeout_s": timeout_s}))
         assert_is_error(response, 429, None, code="overloaded")
         assert int(response.headers["retry-after"]) >= 1
         assert server.engine.stats().num_prompt_tokens == before

@@ -5,7 +5,7 @@ from collections import Counter
 from fakes import Replica
 from scheduling import prompt, started
 
-from pagoda.worker.deadlines import Pace
+from pagoda.worker.deadlines import Pace, TimeLimits
 from pagoda.worker.types import FinishReason, RequestId
 
 UNKNOWN = Pace()
@@ -35,16 +35,16 @@ def test_places_go_round() -> None:
 
 
 def test_tenant_under_its_share_gets_a_place_at_once() -> None:
-    """All places are held for long by a flood, and half of them are the newcomer's: two steps later it runs.
+    """All places are held for long by a flood, and half of them are the newcomer's: in the next step it runs.
 
     Step by step it gets its half, and no more; the flood's first ones are left alone.
     """
     replica = Replica(max_num_seqs=4, num_blocks=256)
     flood(replica, "flood", 8, max_tokens=100)
     replica.step()
-    flood(replica, "few", 3, max_tokens=100)
-    assert replica.step().dropped == ["flood3/0"]
-    assert started(replica.step()) == ["few0/0"]
+    flood(replica, "few", 6, max_tokens=100)
+    plan = replica.step()
+    assert (plan.dropped, started(plan)) == (["flood3/0"], ["few0/0"])
     for _ in range(6):
         replica.step()
     assert running(replica) == {"flood": 2, "few": 2}
@@ -52,6 +52,37 @@ def test_tenant_under_its_share_gets_a_place_at_once() -> None:
     assert {"flood0/0", "flood1/0"} <= {s.sequence_id for s in replica.scheduler._running}
     replica.run()
     replica.check_outputs()
+
+
+def test_few_requests_at_random_do_not_wait_for_a_flood() -> None:
+    """Three at once are more than half of the places, but a small part of what the flood wants: they run at once.
+
+    The flood keeps a place, and gets its part in the end.
+    """
+    replica = Replica(max_num_seqs=4, num_blocks=256)
+    flood(replica, "flood", 20, max_tokens=10)
+    replica.step()
+    served: Counter[str] = Counter()
+    for number in range(40):
+        if number % 10 == 0:
+            flood(replica, "few", 3, first=3 * number, max_tokens=10)
+        replica.step()
+        served += running(replica)
+        if number == 3:
+            assert running(replica) == {"flood": 1, "few": 3}
+    assert served["flood"] > 60
+    replica.run()
+    replica.check_outputs()
+
+
+def test_two_floods_do_not_take_each_other_s_places() -> None:
+    replica = Replica(max_num_seqs=4, num_blocks=256)
+    flood(replica, "a", 20, max_tokens=10)
+    flood(replica, "b", 20, max_tokens=10)
+    for _ in range(60):
+        replica.step()
+    assert replica.stats.num_preemptions <= 2
+    replica.run()
 
 
 def test_shares_follow_weights() -> None:
@@ -206,6 +237,45 @@ def test_what_can_no_longer_be_in_time_is_shed_before_it_begins() -> None:
     assert expire(replica, 3.9, pace) == []
     assert expire(replica, 4.5, pace) == [("waits", FinishReason.SHED)]
     assert expire(replica, 5.0, pace) == [("runs", FinishReason.DEADLINE)]
+
+
+def test_long_outputs_are_reckoned_with() -> None:
+    """Twice what the tenant's outputs were on average, and no more than was asked for."""
+    pace = Pace(step_s=0.1)
+    replica = Replica(max_num_seqs=1)
+    replica.add("mean", prompt(3), max_tokens=10, ignore_eos=True)
+    replica.run()
+    replica.add("runs", prompt(3), max_tokens=60, ignore_eos=True)
+    replica.step()
+    replica.add("long", prompt(3, first=20), max_tokens=60, deadline_s=10.0)
+    replica.add("short", prompt(3, first=30), max_tokens=5, deadline_s=10.0)
+    assert expire(replica, 7.9, pace) == []
+    assert expire(replica, 8.0, pace) == [("long", FinishReason.SHED)]
+    assert expire(replica, 9.4, pace) == []
+    assert expire(replica, 9.5, pace) == [("short", FinishReason.SHED)]
+
+
+def test_one_that_never_had_enough_time_gets_what_there_is_time_for() -> None:
+    """It asks for more than its time holds, as clients do that set no max_tokens: an idle worker must not refuse it."""
+    pace = Pace(per_prefill_token_s=0.1, step_s=0.1)
+    replica = Replica(max_num_seqs=1)
+    replica.add("a", prompt(3), max_tokens=100, limits=TimeLimits(begin_s=0.0, end_by_s=2.0))
+    assert expire(replica, 1.5, pace) == []
+    assert expire(replica, 1.7, pace) == [("a", FinishReason.SHED)]
+
+
+def test_first_tokens_that_are_late_end_only_what_has_not_begun() -> None:
+    limits = TimeLimits(first_token_by_s=5.0)
+    replica = Replica(max_num_seqs=1)
+    for name in ("runs", "waits"):
+        replica.add(name, prompt(3), max_tokens=20, limits=limits)
+    replica.step()
+    pace = Pace(per_prefill_token_s=0.1, step_s=0.1)
+    assert expire(replica, 4.5, pace) == []
+    assert expire(replica, 4.6, pace) == [("waits", FinishReason.SHED)]
+    assert expire(replica, 100.0, pace) == []
+    replica.run()
+    assert replica.end("runs").finish_reason is FinishReason.LENGTH
 
 
 def test_what_is_cached_takes_no_time() -> None:

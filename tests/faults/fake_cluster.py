@@ -290,8 +290,9 @@ async def fake_cluster(
     placer = Placer(directory_client, MODEL, lambda: known.hash_domain, is_routable=known.is_usable)
     cluster: FakeCluster
     calls = DirectCalls(lambda: cluster.ready, ingress_id, random.Random(0))
-    client = ResumingClient(calls, sessions, placer)
-    service = InferenceService(Tokenizer(model), client, plan_engine(spec.engine_config()).limits)
+    limits = plan_engine(spec.engine_config()).limits
+    client = ResumingClient(calls, sessions, limits, placer)
+    service = InferenceService(Tokenizer(model), client, limits)
     cluster = FakeCluster(shape, directory, service, client, sessions, directory_client, known)
     known.listen(sessions.set_routable)
     directory_client.start()

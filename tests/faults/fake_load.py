@@ -205,6 +205,7 @@ class FakeLoad:
                 self.counts.failed.append(f"{case.number}: not answered within {self._deadline_s:g} s")
             except Exception as error:  # noqa: BLE001  (whatever it is, the request has failed)
                 self.counts.failed.append(f"{case.number}: {type(error).__name__}: {error}")
+                await asyncio.sleep(_POLL_S)  # perhaps it has failed at once, and so will the next one
 
     async def _ask(self, case: Case) -> None:
         counts = self.counts

@@ -3,12 +3,14 @@
 Start-time fair queueing. Each tenant has an account of what it was given: tokens over its weight. The next turn is that
 of the waiting tenant that was given least:
 
-    turn of a tenant = max(now, served_until)         now: the turn that was taken last
-    taking it        : now = turn;  served_until = turn + cost / weight
-    at the end       : served_until is put right by what it has really cost
+    turn of a tenant   = served_until                     now: the latest turn that was taken
+    beginning to wait  : served_until = max(now, served_until)
+    taking it          : now = max(now, turn);  served_until = turn + cost / weight
+    at the end         : served_until is put right by what it has really cost
 
 So tenants that always wait get tokens in proportion to their weights, whatever each asks for; one that was idle begins
-at `now`, with neither debt nor credit. Who gives its place up unfinished has paid nothing, and goes on at its turn.
+at `now`, with neither debt nor credit. Who gives its place up unfinished has paid nothing, and its tenant's turn is
+again where it was.
 
 Source: Goyal, Vin and Cheng, "Start-time Fair Queueing", 1996; with one queue for each tenant, whose head gets its
 start tag when it is taken and not when it comes, so that a wrong guess of a cost is put right at once.
@@ -85,12 +87,13 @@ class FairTurns:
             if len(self.accounts) >= self._sweep_at:
                 self._forget_idle()
             account = self.accounts[tenant] = Account(weight)
-            account.served_until = self.now
         account.weight = weight
         return account
 
     def push(self, sequence: Sequence) -> None:
         account = self.account_of(sequence)
+        if account.num_waiting == 0 and sequence.num_preemptions == 0:
+            account.served_until = max(self.now, account.served_until)
         account.push(sequence)
         account.num_waiting += 1
         self.num_waiting += 1
@@ -104,22 +107,22 @@ class FairTurns:
             if version != account.version or (head := account.head()) is None:
                 heappop(self._turns)
                 continue
-            now = (max(self.now, account.served_until), head.arrival, head.index)
-            if now == (turn, arrival, index):
+            real = (account.served_until, head.arrival, head.index)
+            if real == (turn, arrival, index):
                 return account
-            heapreplace(self._turns, (*now, version, account))
+            heapreplace(self._turns, (*real, version, account))
         return None
 
     def take(self, account: Account, cost: float, *, is_out_of_turn: bool) -> Sequence:
         """Its first one starts, and will cost about `cost` tokens. Out of turn it moves nobody else's turn."""
         sequence = self.remove_head(account)
-        turn = max(self.now, account.served_until)
+        turn = account.served_until
         if not is_out_of_turn:
-            self.now = turn
+            self.now = max(self.now, turn)
         account.served_until = turn + cost / account.weight
         account.num_running += 1
         self.num_running += 1
-        sequence.order = (sequence.request.priority, turn, sequence.arrival, sequence.index)
+        sequence.order = (sequence.request.priority, max(self.now, turn), sequence.arrival, sequence.index)
         sequence.charge = cost
         self._enter(account)
         return sequence
@@ -163,8 +166,7 @@ class FairTurns:
         head = account.head()
         if head is None:
             return
-        turn = max(self.now, account.served_until)
-        heappush(self._turns, (turn, head.arrival, head.index, account.version, account))
+        heappush(self._turns, (account.served_until, head.arrival, head.index, account.version, account))
         if len(self._turns) > 2 * len(self.accounts) + _MAX_ENDED:
             self._turns = [entry for entry in self._turns if entry[3] == entry[4].version]
             heapify(self._turns)

@@ -15,8 +15,9 @@ Rules that hold at all times:
   of the tenant that holds most for its weight, is preempted: its blocks are freed, and it computes its tokens again
   later. So may be, one a step, the last one of a tenant over its share, for one under its share (`shares.py`). A step
   that preempts admits nobody but that one.
-- A tenant's first running sequence is preempted only if nobody runs behind it, or for a better priority; and turns
-  never go back. A sequence that goes first can therefore always run, and everyone comes to be first: nobody starves.
+- A tenant's first running sequence is preempted only if nobody runs behind it, or for a better priority; and who starts
+  in turn comes behind those that run. A sequence that goes first can therefore always run, and everyone comes to be
+  first: nobody starves.
 - A request that runs alone starts when nothing runs, and nobody else starts before it has ended.
 - Nothing is computed twice at the same time: whoever is admitted finds all that running sequences have computed or
   compute in this very step; and nobody is admitted while one of them still has tokens to schedule, since that one

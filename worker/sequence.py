@@ -68,7 +68,7 @@ class Sequence:
         self.sequence_id = SequenceId(f"{request.request_id}/{index}")
         self.arrival = arrival
         self.order = (request.priority, 0.0, arrival, index)
-        """Of those that run, who goes first: lowest. The second number is its tenant's turn as it was started."""
+        """Of those that run, who goes first: lowest. The second number says when it was its tenant's turn."""
         self.charge = 0.0
         """What its tenant's account was charged as it was started, tokens."""
         self.seed = seed

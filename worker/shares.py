@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pagoda.worker.fair_turns import Account, FairTurns
 from pagoda.worker.sequence import Sequence
 
+_BURST_SHARES = 4.0
+"""What a tenant may be given before its turn, of what it holds at its share: more than usual may come at once."""
 _ROUNDING = 1e-9
 """What a sum of weights may be wrong by."""
 
@@ -54,9 +56,8 @@ def swap_for_share(
     """Whose next sequence may take the place of whose last one, if anybody's may.
 
     The one must stay within its share with it, the other must keep its share without. Or the one wants no more than
-    half of what the other does, and was not given a share's worth more than its turns: then half its share must do for
-    the other. So a tenant whose requests come at random, and are no more than its share on average, need not wait for a
-    flood.
+    half of what the other does, and was not given much more than its turns: then half its share must do for the other.
+    So a tenant whose requests come at random, and are no more than its share on average, need not wait for a flood.
 
     `running` are those of the priority of `turns`, in order; together they may hold `capacity`, each holds its `size`.
     """
@@ -81,7 +82,7 @@ def swap_for_share(
 
     def is_no_flood(tenant: str, beside: str, *, has_taken: float) -> bool:
         account = active[tenant]
-        is_due = lead(tenant, account) - has_taken <= unit * account.weight
+        is_due = lead(tenant, account) - has_taken <= _BURST_SHARES * unit * account.weight
         return is_due and 2 * _demand(account) <= _demand(active[beside])
 
     def may_take(tenant: str, giver: str, head: Sequence, part: float) -> bool:

@@ -1,8 +1,8 @@
 """What comes of a worker that is asked for more than it can: build/bench/overload.json.
 
 Engines in this process that compute no model, with real threads and clocks, behind the ingress's service. Arrivals are
-random, and nobody who is refused tries again. Capacity is what a closed loop gets; two tenants' shares are half of it
-each, of which they use four fifths. All figures are ratios of one run.
+random, the same in each run, and nobody who is refused tries again. Capacity is what a closed loop gets; two tenants'
+shares are half of it each, of which they use four fifths. All figures are ratios of one run.
 
     goodput_at_3x_over_peak     requests a second that met the targets (first token, end) at three times the capacity,
                                 over the most of all loads. The engine begins with nothing that has waited for too
@@ -74,6 +74,8 @@ class Outcome:
 class Load:
     """One tenant's requests."""
 
+    name: str
+    """Loads of one name come at the same times in every run, if at the same rate."""
     tenant: Tenant
     per_s: float
     timeout_s: float | None
@@ -101,11 +103,13 @@ class Bench:
         )
         self.engine = AsyncEngine(config, progress=lambda *_: None)
         self._service = InferenceService(Tokenizer(folder), LocalWorkerClient(self.engine), self.engine.limits)
-        self._random = random.Random(seed)
+        self._seed = seed
 
-    async def send(self, tenant: Tenant, timeout_s: float | None, outcomes: list[Outcome]) -> None:
-        prompt = [self._random.randrange(1000, 40_000) for _ in range(self._random.randint(*PROMPT_TOKENS))]
-        sampling = SamplingParams(max_tokens=self._random.randint(*OUTPUT_TOKENS), ignore_eos=True, temperature=0.0)
+    async def send(
+        self, source: random.Random, tenant: Tenant, timeout_s: float | None, outcomes: list[Outcome]
+    ) -> None:
+        prompt = [source.randrange(1000, 40_000) for _ in range(source.randint(*PROMPT_TOKENS))]
+        sampling = SamplingParams(max_tokens=source.randint(*OUTPUT_TOKENS), ignore_eos=True, temperature=0.0)
         outcome = Outcome(time.monotonic())
         outcomes.append(outcome)
         generation = self._service.generate(prompt, sampling, tenant=tenant, deadline=self._service.deadline(timeout_s))
@@ -122,11 +126,12 @@ class Bench:
     async def capacity(self, duration_s: float) -> float:
         """Requests a second when there are always more than may run."""
         outcomes: list[Outcome] = []
+        source = random.Random(self._seed)
         end_s = time.monotonic() + WARM_S + duration_s
 
         async def client() -> None:
             while time.monotonic() < end_s:
-                await self.send(Tenant("capacity"), None, outcomes)
+                await self.send(source, Tenant("capacity"), None, outcomes)
 
         await asyncio.gather(*(client() for _ in range(2 * MAX_NUM_SEQS)))
         ended = [o.sent_s + o.total_s for o in outcomes if o.total_s is not None]
@@ -138,17 +143,18 @@ class Bench:
         tasks: list[asyncio.Task[None]] = []
 
         async def arrivals(load: Load) -> None:
+            times, contents = random.Random(f"{self._seed} {load.name}"), random.Random(time.monotonic_ns())
             due_s = begin_s
-            while (due_s := due_s + self._random.expovariate(load.per_s)) < begin_s + WARM_S + duration_s:
+            while (due_s := due_s + times.expovariate(load.per_s)) < begin_s + WARM_S + duration_s:
                 await asyncio.sleep(due_s - time.monotonic())
-                tasks.append(asyncio.create_task(self.send(load.tenant, load.timeout_s, load.outcomes)))
+                tasks.append(asyncio.create_task(self.send(contents, load.tenant, load.timeout_s, load.outcomes)))
 
         await asyncio.gather(*map(arrivals, loads))
         await asyncio.gather(*tasks)
         return begin_s
 
     async def goodput(self, per_s: float, duration_s: float, *, timeout_s: float | None) -> dict[str, float]:
-        load = Load(Tenant("a"), per_s, timeout_s)
+        load = Load("all", Tenant("a"), per_s, timeout_s)
         begin_s = await self.run([load], duration_s)
         outcomes = load.after_warming(begin_s)
         ended = [outcome for outcome in outcomes if outcome.total_s is not None]
@@ -164,7 +170,8 @@ class Bench:
     async def victim(
         self, per_s: float, flood_per_s: float, duration_s: float, *, names: tuple[str, str]
     ) -> dict[str, float]:
-        flood, victim = (Load(Tenant(name), rate, None) for name, rate in zip(names, (flood_per_s, per_s), strict=True))
+        flood = Load("flood", Tenant(names[0]), flood_per_s, None)
+        victim = Load("victim", Tenant(names[1]), per_s, None)
         preempted = self.engine.stats().num_preemptions
         begin_s = await self.run([flood, victim], duration_s)
         outcomes = victim.after_warming(begin_s)

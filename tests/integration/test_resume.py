@@ -338,6 +338,26 @@ async def test_full_worker_takes_what_another_one_had_taken(fake: EngineConfig) 
         await it.until_idle()
 
 
+async def test_each_worker_gets_what_is_left_of_the_time(fake: EngineConfig) -> None:
+    """Its time began once, however many workers it takes; and when it is over, that is its end, and no loss."""
+    async with cluster(fake) as it:
+        limited = replace(request(SAMPLED), timeout_s=20.0)
+        async with aclosing(it.client.stream(limited)) as stream:
+            await anext(stream)
+            await it.workers[0].kill()
+            async with asyncio.timeout(DEADLINE_S):
+                async for _ in stream:
+                    pass
+        first_s, second_s = (each.timeout_s or 0 for each in it.calls.requests)
+        assert 0 < second_s < first_s <= 20
+        short = replace(request(SAMPLED, "short"), timeout_s=0.05)
+        it.calls.workers = it.workers[1:]
+        async with asyncio.timeout(DEADLINE_S):
+            end = [output.finish_reason async for batch in it.client.stream(short) for output in batch][-1]
+        assert end is FinishReason.DEADLINE
+        assert len(it.calls.requests) == 3
+
+
 class PoisonedCalls(Calls):
     """Workers die of one request, as soon as its ingress knows that they run it."""
 

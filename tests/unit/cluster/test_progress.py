@@ -9,7 +9,7 @@ from pagoda.cluster.ingress.progress import (
     RequestProgress,
 )
 from pagoda.worker.config import EngineLimits
-from pagoda.worker.errors import EngineStoppedError
+from pagoda.worker.errors import EngineStoppedError, OverloadedError
 from pagoda.worker.types import (
     FinishReason,
     Request,
@@ -54,6 +54,22 @@ def test_what_has_come_goes_with_the_next_attempt() -> None:
     assert found.live_samples == (0, 2)
     assert found.request_id != "r"
     assert is_attempt_of(found.request_id, ID)
+
+
+def test_what_its_first_worker_does_not_keep_is_new_again() -> None:
+    """It was taken and shed, before anything was done for it: so it may be refused. Not so what was begun before."""
+    it = progress()
+    it.attempt()
+    it.accept()
+    it.refuse(OverloadedError("shed"))
+    assert not it.is_accepted
+    assert it.attempt().progress == ()
+    it.take([output(7)])
+    it.lose_worker(DEATH)
+    it.attempt()
+    it.accept()
+    it.refuse(OverloadedError("full"))
+    assert it.is_accepted
 
 
 def test_ends_when_all_samples_have_ended() -> None:

@@ -298,6 +298,7 @@ class Engine:
 
     def _step(self) -> None:
         plan = self._scheduler.schedule()
+        self._emit(self._scheduler.begun_alone(plan))
         shape = None if self._reporter is None else self._scheduler.shape_of(plan)
         begin = time.monotonic()
         try:

@@ -130,6 +130,14 @@ class Scheduler:
         plan.block_updates = self.manager.take_updates()
         return plan
 
+    def begun_alone(self, plan: SchedulerOutput) -> list[SequenceOutput]:
+        """Outputs without anything in them, which say that requests that run alone begin with this plan.
+
+        Whoever gave them must know that before it is run, since a worker that dies in it died of them.
+        """
+        started = (self._sequences[new.sequence_id] for new in plan.new)
+        return [sequence.output(()) for sequence in started if sequence.request.runs_alone]
+
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[SequenceOutput]:
         """Take a step's tokens. Returns one output per sequence that got a token or prompt log probabilities."""
         outputs = []

@@ -64,8 +64,6 @@ class RequestProgress:
         """The request as the next worker gets it, under a name of its own."""
         number, self._is_on_worker = self._num_attempts, False
         self._num_attempts += 1
-        if number == 0:
-            return self._request
         return replace(
             self._request,
             request_id=attempt_id(self._request.request_id, number),
@@ -73,11 +71,11 @@ class RequestProgress:
             if self._is_accepted
             else (),
             num_told_prompt_logprobs=self._num_told_prompt_logprobs,
-            runs_alone=self._num_deaths_here >= MAX_DEATHS_TOGETHER,
+            runs_alone=self._request.runs_alone or self._num_deaths_here >= MAX_DEATHS_TOGETHER,
         )
 
     def accept(self) -> None:
-        """A worker has taken it."""
+        """A worker has taken it; one that shall run it alone has begun with it."""
         self._is_accepted = True
         self._is_on_worker = True
 
@@ -104,7 +102,8 @@ class RequestProgress:
     def lose_worker(self, error: PagodaError) -> None:
         """The worker that ran it is gone. Raises `PoisonousRequestError` if that should not happen to another one.
 
-        One that had not taken it, as far as is known, was not killed by it.
+        One that had not taken it, as far as is known, was not killed by it. Nor was one that waited to run it alone:
+        others may have waited there too, behind the one that did it.
         """
         was_there, self._is_on_worker = self._is_on_worker, False
         self._is_accepted = True

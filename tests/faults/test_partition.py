@@ -9,7 +9,7 @@ from leaks import NO_BASELINE, leaks_after_rest
 from partition import Network, network
 from tcp_proxy import TcpProxy
 
-from pagoda.cluster.ingress import sessions
+from pagoda.cluster.ingress import resuming_client, sessions
 from pagoda.worker.tokenizer import Tokenizer
 
 DEADLINE_S = 60.0
@@ -33,6 +33,7 @@ async def test_workers_behind_a_pulled_cable(fake_model: Path, monkeypatch: pyte
     goes on with the requests over new ones; the workers still have the old ones, where nobody reads any more.
     """
     monkeypatch.setattr(sessions, "_KEEPALIVE", IMPATIENT)
+    monkeypatch.setattr(resuming_client, "LAST_TOKENS_S", 1.0)
     try:
         with network() as cut_off:
             await _pull_and_plug(fake_model, cut_off)

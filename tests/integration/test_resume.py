@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from tiny_model import write_tiny_model
 
-from pagoda.cluster.ingress.progress import MAX_DEATHS_TOGETHER, PoisonousRequestError
+from pagoda.cluster.ingress import resuming_client
+from pagoda.cluster.ingress.progress import MAX_DEATHS_TOGETHER, PoisonousRequestError, RequestProgress
 from pagoda.cluster.ingress.resuming_client import ResumingClient, WorkerFullError, WorkerStoppingError
 from pagoda.cluster.ingress.service import InferenceService, RequestAbortedError
 from pagoda.cluster.ingress.sessions import WorkerEndpoint, WorkerLostError, WorkerSessions
@@ -318,7 +319,11 @@ async def test_full_worker_takes_what_another_one_had_taken(fake: EngineConfig) 
 
 
 class PoisonedCalls(Calls):
-    """Workers die of one request, as soon as they have taken it."""
+    """Workers die of one request, as soon as its ingress knows that they run it."""
+
+    def __init__(self, it: Cluster) -> None:
+        super().__init__(it.workers)
+        self.has_heard = lambda _: it.client._live[POISON].progress._is_on_worker
 
     async def run(self, request: Request, ranked: tuple[str, ...]) -> None:
         if request.request_id.partition("~")[0] != POISON:
@@ -330,6 +335,7 @@ class PoisonedCalls(Calls):
         async with asyncio.timeout(DEADLINE_S):
             while request.request_id not in worker.engine.live_requests or not worker.engine.stats().num_running:
                 await asyncio.sleep(0.001)
+        await until(lambda: self.has_heard(request))
         await worker.kill()
         running.cancel()
         raise WorkerLostError("it died")
@@ -339,7 +345,7 @@ async def test_request_that_kills_its_workers_is_stopped(fake: EngineConfig) -> 
     """After two deaths it runs alone; then it is refused, and the cluster goes on: others lose nothing by it."""
     slow = replace(fake, fake_step_s=0.02)  # nobody gets a token before the worker is dead
     async with cluster(slow, MAX_DEATHS_TOGETHER + 2) as it:
-        it.calls = PoisonedCalls(it.workers)
+        it.calls = PoisonedCalls(it)
         it.client._calls = it.calls
         with pytest.raises(PoisonousRequestError):
             await collect(it, request(GREEDY, POISON))
@@ -347,6 +353,30 @@ async def test_request_that_kills_its_workers_is_stopped(fake: EngineConfig) -> 
         assert it.losses == [True] * MAX_DEATHS_TOGETHER + [False]
         it.calls.workers = it.workers[-1:]
         assert len((await collect(it, request(replace(GREEDY, max_tokens=5), "next")))[0].token_ids) == 5
+
+
+async def test_request_that_waited_behind_the_culprit_goes_on(fake: EngineConfig) -> None:
+    """Scenario: it was at two deaths and shall run alone; so shall another one, which kills this worker too."""
+    async with cluster(replace(fake, fake_step_s=0.02)) as it:
+        it.calls.workers = [it.workers[0], it.workers[0], it.workers[1]]
+        culprit = it.client.stream(replace(request(SAMPLED, "culprit"), runs_alone=True))
+        await anext(culprit)
+        first = it.workers[0]
+        innocent = request(replace(GREEDY, max_tokens=5), "innocent")
+        stream = it.client.stream(innocent)
+        progress = RequestProgress(innocent)
+        for _ in range(MAX_DEATHS_TOGETHER):
+            progress.attempt()
+            progress.accept()
+            progress.lose_worker(WorkerLostError("it died"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pagoda.cluster.ingress.resuming_client.RequestProgress", lambda _: progress)
+            reading = asyncio.create_task(ends_of(stream))
+            await until(lambda: first.engine.stats().num_waiting == 1)
+        await first.kill()
+        await culprit.aclose()
+        assert await asyncio.wait_for(reading, DEADLINE_S) == [FinishReason.LENGTH]
+        assert it.calls.requests[-1].runs_alone
 
 
 async def test_nobody_runs_beside_a_request_that_runs_alone(fake: EngineConfig) -> None:
@@ -363,6 +393,25 @@ async def test_nobody_runs_beside_a_request_that_runs_alone(fake: EngineConfig) 
             task.add_done_callback(lambda _, name=name: order.append(name))
         await asyncio.gather(first, second, third)
         assert order == ["first", "second", "third"]
+
+
+class DeafCalls(Calls):
+    """The first worker runs the request, and sends its tokens over a session that nobody reads any more."""
+
+    async def run(self, request: Request, ranked: tuple[str, ...]) -> None:
+        if self.requests:
+            await super().run(request, ranked)
+        self.requests.append(request)
+
+
+async def test_last_tokens_that_do_not_come_are_lost(real: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scenario: the call of a request ends well, and its tokens went into a connection that a network has swallowed."""
+    monkeypatch.setattr(resuming_client, "LAST_TOKENS_S", 0.02)
+    async with cluster(real) as it:
+        quiet = shown(await collect(it, request(SAMPLED)))
+        it.client._calls = DeafCalls(it.workers)
+        assert shown(await collect(it, request(SAMPLED))) == quiet
+        assert it.losses == [True]
 
 
 @pytest.mark.parametrize("state", ["asked", "waiting", "running", "between two workers"])
@@ -409,6 +458,23 @@ async def test_given_up_in_every_state(fake: EngineConfig, state: str, signal: s
         await it.until_idle()
         assert len(it.calls.requests) == num_tries
         assert it.client.num_live == 0
+
+
+async def test_aborted_by_name_after_it_was_resumed(fake: EngineConfig) -> None:
+    """Through another ingress, which knows the name that its client was told, and not how often it was tried."""
+    async with cluster(fake) as it:
+        stream = it.client.stream(request(replace(SAMPLED, max_tokens=400)))
+        await anext(stream)
+        await it.workers[0].kill()
+        reading = asyncio.create_task(ends_of(stream))
+        await until(lambda: bool(it.workers[1].engine.live_requests))
+        it.workers[1].engine.abort(RequestId("another"))
+        it.workers[1].engine.abort(RequestId("r"))
+        assert await asyncio.wait_for(reading, DEADLINE_S) == [FinishReason.ABORT]
+
+
+async def ends_of(stream: AsyncIterator[list[SequenceOutput]]) -> list[FinishReason]:
+    return [output.finish_reason async for batch in stream for output in batch if output.finish_reason]
 
 
 async def read_all(stream: AsyncIterator[list[SequenceOutput]]) -> None:

@@ -269,8 +269,8 @@ def workers_of(service: Service) -> set[int]:
     return workers
 
 
-LONG = 20_000
-"""Tokens, which take some ten seconds: long enough to kill workers under it."""
+LONG = 8_000
+"""Tokens, which take some seconds: long enough to kill workers under it."""
 
 
 def long_stream(**fields: Any) -> dict[str, Any]:
@@ -310,6 +310,30 @@ def test_workers_that_die_under_a_stream_are_not_noticed(
     assert service.process.poll() is None
 
 
+def test_nor_under_a_grpc_stream(service: Service, http: httpx.Client) -> None:
+    message = inference_pb2.GenerateRequest(
+        model=MODEL,
+        text="tell me",
+        sampling=inference_pb2.Sampling(temperature=0.0, max_tokens=LONG // 2, ignore_eos=True),
+    )
+
+    def tokens(*, kills: bool) -> list[int]:
+        found: list[int] = []
+        with grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel:
+            for response in inference_pb2_grpc.InferenceStub(channel).Generate(message, timeout=START_DEADLINE_S):
+                found += response.token_ids
+                if kills and len(found) > 500:
+                    kills = False
+                    for worker in workers_of(service):
+                        os.kill(worker, signal.SIGKILL)
+        return found
+
+    undisturbed = tokens(kills=False)
+    assert len(undisturbed) == LONG // 2
+    assert tokens(kills=True) == undisturbed
+    wait_until(lambda: has_workers(http, 2), "both are replaced", deadline_s=START_DEADLINE_S)
+
+
 def test_worker_that_hangs_is_noticed(service: Service, http: httpx.Client) -> None:
     """By its session, long before Serve gives it up: the other worker goes on with the stream, whichever hangs."""
     wait_until(lambda: has_workers(http, 2), "both workers are there", deadline_s=START_DEADLINE_S)
@@ -320,7 +344,7 @@ def test_worker_that_hangs_is_noticed(service: Service, http: httpx.Client) -> N
             os.kill(worker, signal.SIGSTOP)
             try:
                 num_before = num_tokens
-                while num_tokens < num_before + 2000:
+                while num_tokens < num_before + 1000:
                     num_tokens += len(next(tokens))
             finally:
                 with suppress(ProcessLookupError):

@@ -57,6 +57,12 @@ class _Session:
         """That it runs for its ingress."""
         self._unowned: set[RequestId] = set()
 
+    def end(self, error: SessionLostError) -> None:
+        """Nothing is read from it any more. May be called twice."""
+        self.outputs.fail(error)
+        if not self.ended.done():
+            self.ended.set_result(None)
+
     def sweep(self, owned: Collection[str]) -> set[RequestId]:
         """Of its requests, those that are nobody's for the second time in a row."""
         unowned = self.requests.difference(owned)  # the first time, one may have come after its ingress spoke
@@ -122,10 +128,15 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
         if isinstance(first, UnreadableRequest):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"request: {first.problem}")
         ingress_id = first.hello.ingress_id
-        if not ingress_id or (ingress_id in self._sessions and self._sessions[ingress_id].done()):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello.ingress_id: missing or in use")
+        if not ingress_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello.ingress_id: missing")
         session = _Session()
-        self._sessions[ingress_id].set_result(session)
+        if (place := self._sessions.get(ingress_id)) is not None and place.done():
+            # The ingress has given that one up. Over a network that has lost packets, we would hear of it much later.
+            place.result().end(SessionLostError("the ingress has opened another session"))
+            del self._sessions[ingress_id]
+        place = self._sessions[ingress_id]
+        place.set_result(session)
         await context.send_initial_metadata(())  # else the ingress would hear of its session with the first token
         reading = asyncio.create_task(self._read_commands(request_iterator, session))
         try:
@@ -135,8 +146,9 @@ class WorkerServer(tokens_pb2_grpc.TokenStreamServicer, metrics_pb2_grpc.WorkerM
         except SessionLostError:
             return
         finally:
-            del self._sessions[ingress_id]
-            session.ended.set_result(None)
+            if self._sessions.get(ingress_id) is place:
+                del self._sessions[ingress_id]
+            session.end(SessionLostError("the session has ended"))
             reading.cancel()
 
     async def Scrape(

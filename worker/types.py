@@ -143,11 +143,12 @@ NEW_SAMPLE = SampleProgress()
 
 
 def attempt_id(request_id: RequestId, number: int) -> RequestId:
-    """What a request is called when it is tried for the `number`-th time after the first.
+    """What a request is called when it is tried for the `number`-th time, counted from 0.
 
-    Each time differently, so that what a worker still says of one attempt is never taken for the next one's.
+    Each time differently, so that what a worker still says of one attempt is never taken for the next one's. Never as
+    the request itself, whose name stands for all of them: who ends a lost attempt must not end the next one.
     """
-    return RequestId(f"{request_id}~{number}") if number else request_id
+    return RequestId(f"{request_id}~{number}")
 
 
 def is_attempt_of(attempt: RequestId, request_id: RequestId) -> bool:

@@ -72,8 +72,6 @@ class RequestProgress:
         number, self._is_on_worker = self._num_attempts, False
         self._was_accepted = self._is_accepted
         self._num_attempts += 1
-        if number == 0:
-            return self._request
         return replace(
             self._request,
             request_id=attempt_id(self._request.request_id, number),
@@ -81,7 +79,7 @@ class RequestProgress:
             if self._is_accepted
             else (),
             num_told_prompt_logprobs=self._num_told_prompt_logprobs,
-            runs_alone=self._num_deaths_here >= MAX_DEATHS_TOGETHER,
+            runs_alone=self._request.runs_alone or self._num_deaths_here >= MAX_DEATHS_TOGETHER,
         )
 
     def accept(self) -> None:

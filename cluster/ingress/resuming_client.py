@@ -28,6 +28,8 @@ MAX_TRIES = 3
 offered until somebody takes it."""
 MAX_FAILURES = 600
 """Calls in a row that are lost before a worker has taken the request, over ten minutes: something else is wrong."""
+LAST_TOKENS_S = 5.0
+"""After the end of a request's call, until its last tokens count as lost."""
 _PAUSE_S = (0.02, 1.0)
 """Between two tries: the shortest and the longest, half as long again each time."""
 
@@ -193,7 +195,7 @@ class ResumingClient:
         live.attempt_id = attempt.request_id
         # In a context of its own: calls made within one HTTP request would have one id in Serve, and a router without
         # FIFO order tells pending calls apart by that.
-        call = asyncio.create_task(self._calls.run(attempt, ranked), context=contextvars.Context())
+        call = asyncio.create_task(self._carry(attempt, ranked), context=contextvars.Context())
         call.add_done_callback(outputs.end_with)
         is_begun = False
         try:
@@ -211,6 +213,16 @@ class ResumingClient:
             if not outputs.is_ended:  # the cancellation of the call may not reach the worker
                 self._sessions.abort_everywhere(attempt.request_id)
             self._sessions.close(attempt.request_id)
+
+    async def _carry(self, attempt: Request, ranked: tuple[str, ...]) -> None:
+        """The call, and a while for its last tokens, which take another way; cancelled as soon as they are there.
+
+        Raises as `WorkerCalls.run` does, and `WorkerLostError` if they do not come: the worker has sent them over a
+        session that is given up here, and has not noticed yet.
+        """
+        await self._calls.run(attempt, ranked)
+        await asyncio.sleep(LAST_TOKENS_S)
+        raise WorkerLostError("the worker has ended the request, and its last tokens do not come")
 
 
 def _with_what_is_left(attempt: Request, begin_s: float) -> Request:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tiny_model import write_tiny_model
 
+from pagoda.cluster.ingress import resuming_client
 from pagoda.cluster.ingress.progress import MAX_DEATHS_TOGETHER, PoisonousRequestError, RequestProgress
 from pagoda.cluster.ingress.resuming_client import ResumingClient, WorkerFullError, WorkerStoppingError
 from pagoda.cluster.ingress.service import InferenceService, RequestAbortedError
@@ -433,6 +434,25 @@ async def test_nobody_runs_beside_a_request_that_runs_alone(fake: EngineConfig) 
             task.add_done_callback(lambda _, name=name: order.append(name))
         await asyncio.gather(first, second, third)
         assert order == ["first", "second", "third"]
+
+
+class DeafCalls(Calls):
+    """The first worker runs the request, and sends its tokens over a session that nobody reads any more."""
+
+    async def run(self, request: Request, ranked: tuple[str, ...]) -> None:
+        if self.requests:
+            await super().run(request, ranked)
+        self.requests.append(request)
+
+
+async def test_last_tokens_that_do_not_come_are_lost(real: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scenario: the call of a request ends well, and its tokens went into a connection that a network has swallowed."""
+    monkeypatch.setattr(resuming_client, "LAST_TOKENS_S", 0.02)
+    async with cluster(real) as it:
+        quiet = shown(await collect(it, request(SAMPLED)))
+        it.client._calls = DeafCalls(it.workers)
+        assert shown(await collect(it, request(SAMPLED))) == quiet
+        assert it.losses == [True]
 
 
 @pytest.mark.parametrize("state", ["asked", "waiting", "running", "between two workers"])

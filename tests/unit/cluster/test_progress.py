@@ -35,9 +35,9 @@ def output(*token_ids: int, index: int = 0, end: FinishReason | None = None, num
     return SequenceOutput(ID, index, token_ids, finish_reason=end, num_cached_tokens=num_cached)
 
 
-def test_first_attempt_is_the_request_itself() -> None:
+def test_first_attempt_has_a_name_of_its_own() -> None:
     found = progress().attempt()
-    assert (found.request_id, found.progress, found.runs_alone) == ("r", (), False)
+    assert (found.request_id, found.progress, found.runs_alone) == ("r~0", (), False)
 
 
 def test_what_has_come_goes_with_the_next_attempt() -> None:
@@ -70,6 +70,13 @@ def test_what_its_first_worker_does_not_keep_is_new_again() -> None:
     it.accept()
     it.refuse(OverloadedError("full"))
     assert it.is_accepted
+
+
+def test_who_ends_an_attempt_does_not_end_the_next_one() -> None:
+    """Scenario: an ingress has all workers end what it has lost, and one of them has begun with the next attempt."""
+    it = progress()
+    first, second = it.attempt(), it.attempt()
+    assert not is_attempt_of(second.request_id, first.request_id)
 
 
 def test_ends_when_all_samples_have_ended() -> None:

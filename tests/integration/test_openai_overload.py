@@ -25,6 +25,7 @@ from tiny_server import (
 from pagoda.worker.deadlines import Pace
 
 SOON_S = 0.3
+STEP_S = 0.01
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "a", "max_tokens": LONG, "ignore_eos": True}
 
 
@@ -101,14 +102,24 @@ def test_engine_that_hangs_is_not_waited_for(server: LocalServer) -> None:
     server.wait_until_idle()
 
 
-def test_what_cannot_be_in_time_is_refused_before_it_begins(server: LocalServer) -> None:
+def test_what_cannot_be_in_time_is_refused_before_it_begins(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server knows by now what a step takes. With all places taken for long, what is short of time is told so."""
-    with all_places_taken(server):
+    executor = server.engine._engine._executor
+    execute = executor.execute
+
+    def steadily(plan: Any) -> Any:
+        time.sleep(STEP_S)
+        return execute(plan)
+
+    with all_places_taken(server), monkeypatch.context() as patch:
+        patch.setattr(executor, "execute", steadily)  # else one slow step on a busy machine would make it up
         pace = server.engine._engine._pace
-        wait_until(lambda: pace.pace.step_s > 0, "a step was measured")
+        wait_until(lambda: pace.pace.step_s > STEP_S, "a step was measured")
         before = server.engine.stats().num_prompt_tokens
-        timeout_s = 100 * pace.pace.step_s  # which would do for fifty tokens, if it could begin now
-        response = post(server, COMPLETIONS, json.dumps(BODY | {"max_tokens": 50, "timeout_s": timeout_s}))
+        timeout_s = 100 * STEP_S  # which would do for ten tokens, if it could begin now
+        response = post(server, COMPLETIONS, json.dumps(BODY | {"max_tokens": 10, "timeout_s": timeout_s}))
         assert_is_error(response, 429, None, code="overloaded")
         assert int(response.headers["retry-after"]) >= 1
         assert server.engine.stats().num_prompt_tokens == before

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from socket import create_server, socket
@@ -53,6 +54,9 @@ def proxy(watched: Watched) -> Iterator[subprocess.Popen[bytes]]:
     script = watched.scratch / "haproxy.py"
     script.write_text("import signal; signal.pause()")
     with subprocess.Popen([sys.executable, script]) as process:
+        # A child may run before its command line can be read.
+        while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
+            time.sleep(0.001)
         yield process
         process.kill()
 

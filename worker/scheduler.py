@@ -38,7 +38,7 @@ from pagoda.worker.expected_outputs import ExpectedOutputs
 from pagoda.worker.kv_manager import KVManager
 from pagoda.worker.scheduler_stats import SchedulerStats
 from pagoda.worker.sequence import Sequence, SequenceState, samples_of
-from pagoda.worker.shares import newest_of_largest, swap_for_share
+from pagoda.worker.shares import newest_of_largest, swap_for_share, takes_spare_place
 from pagoda.worker.types import (
     FinishReason,
     ModelRunnerOutput,
@@ -401,6 +401,10 @@ class Scheduler:
                 continue
             if self._is_refused(sequence):
                 break
+            if self._takes_spare_place(sequence):
+                if not self._waiting.claim_for_others(sequence, lambda other: not self._takes_spare_place(other)):
+                    break
+                continue
             num_shared = self._start(plan, sequence)
             if num_shared is None:
                 self._refused = (sequence.sequence_id, self.manager.pool.num_free, self._step)
@@ -409,6 +413,10 @@ class Scheduler:
             self._run(plan, sequence, num_shared)
             budget -= self._schedule_chunk(plan, sequence, budget)
         self._waiting.restore()
+
+    def _takes_spare_place(self, sequence: Sequence) -> bool:
+        turns, limit = self._waiting.turns_of(sequence.request.priority), self.config.max_num_seqs
+        return takes_spare_place(turns, sequence, num_running=len(self._running), capacity=limit)
 
     def _is_refused(self, sequence: Sequence) -> bool:
         """Whether it did not fit some steps ago, with as many blocks. To look a long prompt up takes milliseconds.

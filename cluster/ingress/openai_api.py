@@ -11,11 +11,12 @@ from pagoda import __version__
 from pagoda.cluster.ingress.answers import AnswerBuilder, AnswerOptions, Endpoint, Prompt
 from pagoda.cluster.ingress.authentication import tenant_of
 from pagoda.cluster.ingress.fields import GenerationFields
+from pagoda.cluster.ingress.generation import prompt_only
 from pagoda.cluster.ingress.http_errors import UnknownModelError
 from pagoda.cluster.ingress.request_id import request_id_of
 from pagoda.cluster.ingress.responses import respond
 from pagoda.cluster.ingress.schemas import ChatCompletionRequest, CompletionRequest
-from pagoda.cluster.ingress.service import InferenceService, prompt_only
+from pagoda.cluster.ingress.service import InferenceService
 from pagoda.worker.errors import InvalidRequestError
 from pagoda.worker.quoting import quoted
 from pagoda.worker.types import SamplingParams

@@ -13,9 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 from pagoda.cluster.ingress.answers import AnswerBuilder
 from pagoda.cluster.ingress.fields import GenerationFields
+from pagoda.cluster.ingress.generation import Generation, TextOutput, merge
 from pagoda.cluster.ingress.http_errors import CLIENT_CLOSED_REQUEST, describe
 from pagoda.cluster.ingress.request_log import AnswerCounts, record_of
-from pagoda.cluster.ingress.service import Generation, TextOutput, merge
 from pagoda.cluster.ingress.usage import Usage, usage
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Protocol
 
+from pagoda.cluster.ingress.generation import RequestAbortedError
 from pagoda.cluster.ingress.progress import RequestProgress
-from pagoda.cluster.ingress.service import RequestAbortedError
 from pagoda.cluster.ingress.sessions import WorkerLostError, WorkerSessions
 from pagoda.cluster.placer import Placer
 from pagoda.worker.config import EngineLimits

@@ -7,11 +7,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from pagoda.cluster.ingress.deadlines import Deadline, checked_timeout_s
+from pagoda.cluster.ingress.generation import Generation, RequestAbortedError, TextOutput, to_text
 from pagoda.cluster.ingress.live_requests import DrainingError, LiveRequests
 from pagoda.cluster.ingress.refusals import OnRefused, refusal_reason
 from pagoda.cluster.ingress.tenant_limits import TenantGates
@@ -22,14 +22,13 @@ from pagoda.worker.config import EngineLimits
 from pagoda.worker.detokenizer import Detokenizer
 from pagoda.worker.engine import check_request
 from pagoda.worker.errors import (
-    DeadlineExceededError,
     EngineStoppedError,
     InvalidRequestError,
     OverloadedError,
     PagodaError,
 )
 from pagoda.worker.tokenizer import ChatMessage, Tokenizer
-from pagoda.worker.types import FinishReason, Request, RequestId, SamplingParams, SequenceOutput, TokenLogprobs
+from pagoda.worker.types import Request, RequestId, SamplingParams, SequenceOutput
 from pagoda.worker.vocabulary import Vocabulary
 
 T = TypeVar("T")
@@ -62,48 +61,6 @@ class WorkerClient(Protocol):
     async def scrape(self) -> list[str | None]:
         """What each worker has measured, as Prometheus text; None of those that do not answer in time."""
         ...
-
-
-class RequestAbortedError(EngineStoppedError):
-    """A running request was ended from outside."""
-
-
-class GenerationFailedError(PagodaError):
-    """A worker accepted the request and then could not finish it."""
-
-
-@dataclass(slots=True)  # not frozen, for speed
-class TextOutput:
-    """A piece of one sample's text."""
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    """The new tokens that count; their text may be held back."""
-    finish_reason: FinishReason | None
-    num_cached_tokens: int
-    stop_reason: int | str | None = None
-    """The stop token or string that ended it, if one did."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of `token_ids`, if the request asks for them."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the next prompt tokens, from the second on; all come before anything of another sample does."""
-
-    @property
-    def num_new_tokens(self) -> int:
-        return len(self.token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One request: nothing happens until `outputs` is iterated; closing that aborts the request."""
-
-    request: Request
-    outputs: AsyncGenerator[list[TextOutput], None]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
 
 
 class InferenceService:
@@ -309,7 +266,7 @@ class InferenceService:
                         detokenizer = detokenizers.get(output.index)
                         if detokenizer is None:
                             continue  # a stop string ended this sample already
-                        piece = _to_text(output, detokenizer, shows_end=sampling.include_stop_str_in_output)
+                        piece = to_text(output, detokenizer, shows_end=sampling.include_stop_str_in_output)
                         if piece.finish_reason is not None:
                             del detokenizers[output.index]
                             if output.finish_reason is None:
@@ -356,92 +313,3 @@ class InferenceService:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing_aside, function)
         finally:
             self._num_aside -= 1
-
-
-def prompt_only(generation: Generation) -> Generation:
-    """The same, but of what is generated only the end shows: for clients that want to hear of their prompt."""
-
-    async def outputs() -> AsyncGenerator[list[TextOutput], None]:
-        async with aclosing(generation.outputs) as batches:
-            async for batch in batches:
-                yield [
-                    replace(
-                        output,
-                        text="",
-                        token_ids=(),
-                        logprobs=(),
-                        finish_reason=None if output.finish_reason is None else FinishReason.LENGTH,
-                        stop_reason=None,
-                    )
-                    for output in batch
-                ]
-
-    return Generation(generation.request, outputs())
-
-
-def _to_text(output: SequenceOutput, detokenizer: Detokenizer, *, shows_end: bool) -> TextOutput:
-    """`shows_end` says whether the text shows a token that ends the sequence."""
-    reason = output.finish_reason
-    if reason is FinishReason.ERROR:
-        raise GenerationFailedError(output.error or "the worker could not finish the request")
-    if reason is FinishReason.DEADLINE:
-        raise DeadlineExceededError("the time that the request may take is over")
-    if reason is FinishReason.ABORT:
-        if output.error is not None:
-            raise EngineStoppedError(output.error)
-        raise RequestAbortedError("the request was aborted")
-    visible = output.token_ids[:-1] if reason is FinishReason.STOP and not shows_end else output.token_ids
-    num_tokens_before = detokenizer.num_tokens
-    text = detokenizer.push(visible, is_last=reason is not None)
-    num_new_tokens = len(output.token_ids)
-    stop_reason: int | str | None = output.stop_reason
-    if detokenizer.stopped_by is not None:
-        reason = FinishReason.STOP
-        stop_reason = detokenizer.stopped_by
-        num_new_tokens = detokenizer.num_tokens - num_tokens_before  # those behind the stop string do not count
-    return TextOutput(
-        index=output.index,
-        text=text,
-        token_ids=output.token_ids[:num_new_tokens],
-        finish_reason=reason,
-        num_cached_tokens=output.num_cached_tokens,
-        stop_reason=stop_reason,
-        logprobs=output.logprobs[:num_new_tokens],
-        prompt_logprobs=output.prompt_logprobs,
-    )
-
-
-async def merge(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, list[TextOutput]], None]:
-    """All generations' outputs as they come, each with its generation's position. Closing it closes them all."""
-    if len(generations) == 1:
-        async with aclosing(generations[0].outputs) as outputs:
-            async for batch in outputs:
-                yield 0, batch
-        return
-    queue: asyncio.Queue[tuple[int, list[TextOutput]] | BaseException | None] = asyncio.Queue(maxsize=64)
-
-    async def forward(position: int, generation: Generation) -> None:
-        try:
-            async with aclosing(generation.outputs) as outputs:
-                async for batch in outputs:
-                    await queue.put((position, batch))
-        except Exception as error:  # noqa: BLE001  (raised again where the queue is read)
-            await queue.put(error)
-        else:
-            await queue.put(None)
-
-    tasks = [asyncio.create_task(forward(position, generation)) for position, generation in enumerate(generations)]
-    try:
-        num_live = len(tasks)
-        while num_live:
-            item = await queue.get()
-            if item is None:
-                num_live -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

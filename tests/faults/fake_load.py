@@ -12,7 +12,8 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from pagoda.cluster.ingress.service import Generation, InferenceService, TextOutput
+from pagoda.cluster.ingress.generation import Generation, TextOutput
+from pagoda.cluster.ingress.service import InferenceService
 from pagoda.worker.detokenizer import Detokenizer
 from pagoda.worker.errors import InvalidRequestError
 from pagoda.worker.fake_runner import FakeRunner

@@ -8,7 +8,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from pagoda.cluster.ingress.answers import AnswerBuilder, AnswerOptions, Endpoint, Prompt
-from pagoda.cluster.ingress.service import TextOutput
+from pagoda.cluster.ingress.generation import TextOutput
 from pagoda.cluster.ingress.usage import usage
 from pagoda.worker.types import FinishReason, TokenLogprobs
 

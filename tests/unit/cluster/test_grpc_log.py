@@ -8,12 +8,12 @@ import grpc
 import pytest
 from test_request_log import Clock
 
+from pagoda.cluster.ingress.generation import GenerationFailedError, RequestAbortedError
 from pagoda.cluster.ingress.grpc_errors import status_of
 from pagoda.cluster.ingress.grpc_log import GrpcLog
 from pagoda.cluster.ingress.live_requests import DrainingError
 from pagoda.cluster.ingress.metrics import IngressMetrics
 from pagoda.cluster.ingress.request_log import AnswerCounts
-from pagoda.cluster.ingress.service import GenerationFailedError, RequestAbortedError
 from pagoda.worker.errors import InvalidRequestError, OverloadedError, PagodaError
 from pagoda.worker.quoting import MAX_MESSAGE
 

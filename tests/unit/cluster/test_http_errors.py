@@ -7,9 +7,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from pagoda.cluster.ingress.error_body import error_body
+from pagoda.cluster.ingress.generation import GenerationFailedError, RequestAbortedError
 from pagoda.cluster.ingress.http_errors import UnknownModelError, describe
 from pagoda.cluster.ingress.live_requests import DrainingError
-from pagoda.cluster.ingress.service import GenerationFailedError, RequestAbortedError
 from pagoda.worker.errors import InvalidRequestError, OverloadedError
 
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from ascii_service import FakeWorkerClient, out, service
 
-from pagoda.cluster.ingress.service import Generation, GenerationFailedError, merge
+from pagoda.cluster.ingress.generation import Generation, GenerationFailedError, merge
 from pagoda.worker.types import FinishReason, SamplingParams
 
 DEADLINE_S = 10.0

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from pagoda.cluster.app import ray_environment
 from pagoda.cluster.config import ClusterConfig
+from pagoda.cluster.ray_environment import ray_environment
 from pagoda.worker.config import EngineConfig
 
 

@@ -7,15 +7,9 @@ from typing import Any
 import pytest
 from ascii_service import LIMITS, AsciiTokenizer, FakeWorkerClient, logprobs, out, service
 
+from pagoda.cluster.ingress.generation import GenerationFailedError, RequestAbortedError, TextOutput, prompt_only
 from pagoda.cluster.ingress.live_requests import DrainingError
-from pagoda.cluster.ingress.service import (
-    MAX_ASIDE,
-    GenerationFailedError,
-    InferenceService,
-    RequestAbortedError,
-    TextOutput,
-    prompt_only,
-)
+from pagoda.cluster.ingress.service import MAX_ASIDE, InferenceService
 from pagoda.worker.chat_options import ChatOptions
 from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError
 from pagoda.worker.types import FinishReason, SamplingParams

@@ -1,15 +1,18 @@
 """All processes of a running service are replaced, on SIGUSR2, under load: nobody who uses it notices."""
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import httpx
 import pytest
+from local_server import DEADLINE_S, wait_until
 from ray_service import (
     COMPLETIONS,
     MODEL,
@@ -84,6 +87,44 @@ def test_no_request_is_lost(service: Service) -> None:
     assert not (old[0] & now[0])
     assert len(now[0]) == 2
     assert len(now[1] - old[1]) == 2, "old ingresses may still end their last streams"
+
+
+def test_ingress_that_dies_leaves_nothing(service: Service) -> None:
+    """Both are killed under endless streams: their clients hear of it at once, and the workers end what is nobody's."""
+    url = f"http://127.0.0.1:{service.port}"
+    wait_until(
+        lambda: len(service.processes(INGRESS)) == 2, "the old ingresses have ended", deadline_s=START_DEADLINE_S
+    )
+    with ExitStack() as stack:
+        http = stack.enter_context(httpx.Client(base_url=url, timeout=DEADLINE_S))
+        bodies = [endless_stream(f"endless {number}") for number in range(4)]
+        streams = [stack.enter_context(http.stream("POST", COMPLETIONS, json=body)) for body in bodies]
+        assert [stream.status_code for stream in streams] == [200] * 4
+        for ingress in service.processes(INGRESS):
+            os.kill(ingress, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(stream.iter_lines())
+
+    def answers() -> bool:
+        with suppress(httpx.TransportError):
+            return httpx.post(f"{url}{COMPLETIONS}", json=short(), timeout=DEADLINE_S).status_code == 200
+        return False
+
+    wait_until(answers, "another ingress answers", deadline_s=START_DEADLINE_S)
+    wait_until(lambda: is_idle(url), "nothing runs, waits, is held or reserved", deadline_s=START_DEADLINE_S)
+
+
+def is_idle(url: str) -> bool:
+    """Of both workers; an ingress that has just started may not know them all yet."""
+    with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
+        metrics = http.get("/metrics").text
+        stats = http.get("/directory/stats")
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio")
+    heads = tuple(f"pagoda_{name}{{" for name in names)
+    values = [line.rpartition(" ")[2] for line in metrics.splitlines() if line.startswith(heads)]
+    is_reserved = stats.status_code != 200 or int(stats.json()["reservations"])
+    return values == ["0.0"] * 2 * len(names) and not is_reserved
 
 
 def test_it_ends_without_a_trace(service: Service) -> None:

@@ -29,5 +29,5 @@ def read_yaml(path: Path) -> Any:
         raise ConfigError(str(path), str(error)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), f"cannot be read: {error}") from error
-    except (yaml.YAMLError, TypeError, RecursionError) as error:
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:  # dates that are none raise ValueError
         raise ConfigError(str(path), f"not valid YAML: {' '.join(str(error).split())}") from error

@@ -162,7 +162,7 @@ def _cluster_secret(path: Path, name: str | None) -> bytes | None:
         return None
     try:
         secret = (path.parent / name).read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # of which a path with a zero byte is one
         raise ConfigError("secret_file", f"cannot be read: {error}") from error
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError("secret_file", f"must hold at least {MIN_SECRET_BYTES} bytes")

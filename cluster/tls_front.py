@@ -143,6 +143,8 @@ class TlsFront:
                 self._replace(files)
             except (PagodaError, OSError) as error:
                 logger.error("TLS stays as it was: %s", error)
+                if status is not None:
+                    self._launch(None)  # with what was written when the files were last good
 
     def _replace(self, files: TlsFiles) -> None:
         """Start a process, and end the one before once the new one listens."""
@@ -154,6 +156,11 @@ class TlsFront:
         checked = subprocess.run([*command, "-c"], capture_output=True, text=True, timeout=_START_LIMIT_S, check=False)
         if checked.returncode:
             raise TlsFrontError(f"HAProxy refuses its configuration: {checked.stderr.strip()}")
+        self._launch(before)
+
+    def _launch(self, before: "subprocess.Popen[bytes] | None") -> None:
+        """Start a process with the configuration that is written, which takes over from the one before."""
+        command = [self._binary, "-f", str(self._scratch / "tls.cfg")]
         if before is not None:
             command += ["-sf", str(before.pid)]
         self._process = subprocess.Popen([*command, "-db", "-q"], stdin=subprocess.DEVNULL, start_new_session=False)
@@ -164,7 +171,9 @@ class TlsFront:
         certificate = self._scratch / "tls.pem"
         certificate.touch(mode=0o600)
         certificate.write_bytes(files.certificate.read_bytes() + b"\n" + files.key.read_bytes())
-        authority = files.client_authority
+        authority = self._scratch / "tls-clients.pem"  # a copy: the file's own name may hold what HAProxy cannot read
+        if files.client_authority is not None:
+            authority.write_bytes(files.client_authority.read_bytes())
         text = _CONFIG.format(
             max_connections=self._max_connections,
             num_threads=max(1, len(self._listeners) - 1),
@@ -176,7 +185,7 @@ class TlsFront:
                 address=listener.address,
                 protocol=listener.protocol,
                 certificate=certificate,
-                client_check="" if authority is None else f" ca-file {authority} verify required",
+                client_check="" if files.client_authority is None else f" ca-file {authority} verify required",
                 inner_port=listener.inner_port,
             )
         config = self._scratch / "tls.cfg"

@@ -325,7 +325,7 @@ class Engine:
         return TimeLimits(
             begin_s=now_s,
             end_by_s=inf if request.timeout_s is None else now_s + request.timeout_s,
-            first_token_by_s=inf if max_wait_s is None else now_s + max_wait_s,
+            first_token_by_s=inf if max_wait_s is None else now_s + max_wait_s - request.waited_s,
         )
 
     def _wait_for_command(self, timeout_s: float | None) -> bool:

@@ -176,6 +176,8 @@ class Request:
     """The tenant's share, beside the shares of others."""
     timeout_s: float | None = None
     """Seconds that it may take, from when a worker accepts it; None sets no limit."""
+    waited_s: float = 0.0
+    """Since its ingress began to look for a worker."""
     progress: tuple[SampleProgress, ...] = ()
     """Of a request that another worker has begun, where each sample stands; empty for a new one."""
     num_told_prompt_logprobs: int = 0

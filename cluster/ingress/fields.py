@@ -167,6 +167,7 @@ class GenerationFields(SamplingFields):
     return_token_ids: bool | None = None
     """Report the tokens of prompt and output."""
     priority: int | None = None
+    """Lower goes first, whoever sent it; below 0 is for operators, where tenants have keys."""
     timeout_s: float | None = None
     """Seconds that it may take, from when it has been read."""
     user: str | None = None

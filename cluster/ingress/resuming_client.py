@@ -227,6 +227,6 @@ class ResumingClient:
 
 def _with_what_is_left(attempt: Request, begin_s: float) -> Request:
     """Of the time that the request had when it began."""
-    if attempt.timeout_s is None:
-        return attempt
-    return replace(attempt, timeout_s=attempt.timeout_s - (asyncio.get_running_loop().time() - begin_s))
+    waited_s = asyncio.get_running_loop().time() - begin_s
+    timeout_s = None if attempt.timeout_s is None else attempt.timeout_s - waited_s
+    return replace(attempt, timeout_s=timeout_s, waited_s=waited_s)

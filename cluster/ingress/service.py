@@ -192,6 +192,10 @@ class InferenceService:
         except DrainingError as error:
             self._on_refused(refusal_reason(error))
             raise
+        if priority < 0 and not tenant.is_operator:
+            raise InvalidRequestError(
+                "priority", "below 0 is for the operator's keys: it goes before all tenants' turns"
+            )
         deadline = deadline or self.deadline(None)
         prompt = tuple(prompt_token_ids)
         request = Request(

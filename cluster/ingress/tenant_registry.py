@@ -39,8 +39,8 @@ class TenantRegistry:
     def __init__(self, path: Path, on_change: Callable[[TenantsFile], None] = lambda _: None) -> None:
         """Reads the file, which takes milliseconds. Raises `ConfigError`, and whatever `on_change` raises.
 
-        `on_change` is called now and, on a thread of its own, with each new content, before that counts; if it raises a
-        `PagodaError`, the old one goes on.
+        `on_change` is called now and, on a thread of its own, with each new content, before that counts; if it raises,
+        the old one goes on.
         """
         self._path = path
         self._on_change = on_change
@@ -77,8 +77,8 @@ class TenantRegistry:
         try:
             file = read_tenants_file(self._path)
             self._on_change(file)
-        except PagodaError as error:
-            logger.error("the tenants stay as they were: %s", error)
+        except Exception as error:
+            logger.error("the tenants stay as they were: %s", error, exc_info=not isinstance(error, PagodaError))
             return self._file
         logger.warning("%s was read again: %d keys", self._path, len(file.keys))
         return file

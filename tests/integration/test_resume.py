@@ -89,6 +89,7 @@ async def test_drawn_seed_goes_along(fake: EngineConfig) -> None:
     async with cluster(fake) as it:
         await collect(it, request(replace(SAMPLED, seed=None)), kills_at=[20])
         one, other = it.calls.requests
+    assert 0 <= one.waited_s < other.waited_s, "what it has waited goes along too"
     assert one.sampling.seed is not None
     assert one.sampling.seed == other.sampling.seed
 

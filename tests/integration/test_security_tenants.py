@@ -94,6 +94,14 @@ def test_nobody_without_a_valid_key(server: LocalServer, path: str, headers: dic
     assert answer.headers["X-Request-Id"]
 
 
+def test_priority_below_zero_is_the_operators(server: LocalServer) -> None:
+    """It goes before all tenants' turns: one could shut out the others. Above 0 whoever likes may wait longer."""
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+    assert_is_error(ask(server, "alice", COMPLETIONS, body | {"priority": -1}), 400, "priority")
+    assert ask(server, "alice", COMPLETIONS, body | {"priority": 5}).status_code == 200
+    assert ask(server, "root", COMPLETIONS, body | {"priority": -1}).status_code == 200
+
+
 def test_two_keys_in_one_request_are_none(server: LocalServer) -> None:
     """A proxy may have looked at the one and the server at the other."""
     keys = [("Authorization", f"Bearer {KEYS[name]}") for name in ("alice", "bob")]

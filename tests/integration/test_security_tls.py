@@ -154,6 +154,20 @@ def test_a_process_that_dies_is_replaced(
         assert get(port, trusting(authority)) == "inner"
 
 
+def test_a_process_that_dies_while_the_files_are_broken_is_replaced_as_it_was(
+    tmp_path: Path, authority: Authority, inner_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_front, "_LOOK_PERIOD_S", 0.01)
+    files = TlsFiles(*authority.issue("server"))
+    with front(tmp_path, files, inner_port) as (running, port):
+        process = running._process
+        assert process is not None
+        files.certificate.write_text("broken")
+        os.kill(process.pid, signal.SIGKILL)
+        wait_until(lambda: running._process is not process and is_open(port), "another one listens")
+        assert get(port, trusting(authority)) == "inner"
+
+
 def test_files_that_cannot_be_used_are_named(tmp_path: Path, authority: Authority) -> None:
     certificate, key = authority.issue("server")
     _, other_key = authority.issue("other")

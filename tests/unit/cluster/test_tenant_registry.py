@@ -12,7 +12,11 @@ from pagoda.worker.errors import ConfigError, InvalidRequestError
 
 def write(path: Path, *keys: str) -> None:
     tenants = [{"name": key, "keys": [hash_of_key(key)], "secret": f"{key:*>32}"} for key in keys]
-    path.write_text(yaml.safe_dump({"tenants": tenants}))
+    write_text(path, yaml.safe_dump({"tenants": tenants}))
+
+
+def write_text(path: Path, text: str) -> None:
+    path.write_text(text)
 
 
 @pytest.fixture
@@ -65,3 +69,41 @@ async def test_what_cannot_be_used_leaves_all_as_it_was(path: Path, caplog: pyte
     await registry.refresh()
     assert registry.authenticate("Bearer a").name == "a"
     assert "public_prefixes.0: no" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "tenants: [{name: a, weight: 2024-99-99}]",
+        'tenants: [{name: a}]\nsecret_file: "a\\0b"',
+        "tenants: {2024-99-99: 1}",
+        "tenants: !!float x",
+        "tenants: !!timestamp 2024-99-99",
+    ],
+)
+async def test_whatever_is_wrong_with_a_file_the_next_one_counts(
+    path: Path, caplog: pytest.LogCaptureFixture, mistake: str
+) -> None:
+    """Scenario: an odd mistake ended the watching, and a key that was removed after it stayed good for ever."""
+    registry = TenantRegistry(path)
+    write_text(path, mistake)
+    await registry.refresh()
+    assert "stay as they were" in caplog.text
+    assert registry.authenticate("Bearer a").name == "a"
+    write(path, "b")
+    await registry.refresh()
+    with pytest.raises(UnauthenticatedError):
+        registry.authenticate("Bearer a")
+
+
+async def test_a_bug_does_not_end_the_watching(path: Path) -> None:
+    def fail(file: TenantsFile) -> None:
+        if len(file.keys) == 1:
+            raise RuntimeError("bug")
+
+    registry = TenantRegistry(path, fail)
+    write(path, "only")
+    await registry.refresh()
+    write(path, "b", "c")
+    await registry.refresh()
+    assert registry.authenticate("Bearer c").name == "c"

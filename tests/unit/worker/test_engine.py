@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from engine_client import HANG_S, Client, expected, greedy
@@ -9,6 +10,7 @@ from engine_client import HANG_S, Client, expected, greedy
 from pagoda.worker.errors import EngineStoppedError, InvalidRequestError, OverloadedError
 from pagoda.worker.types import (
     FinishReason,
+    Request,
     RequestId,
     SamplingParams,
 )
@@ -248,3 +250,13 @@ def test_many_threads(client: Client) -> None:
     assert client.engine.drain(HANG_S)
     client.scheduler.check_integrity()
     assert len(client.accepted) == 8 * 30
+
+
+def test_time_that_was_waited_at_other_workers_counts() -> None:
+    """Each that sheds it would otherwise give the next one all the time again."""
+    client = Client()
+    client.scheduler.config = replace(client.scheduler.config, max_wait_s=4.0)
+    request = Request(RequestId("r"), (1,), SamplingParams(), waited_s=3.0)
+    limits = client.engine._time_limits(request)
+    assert limits.first_token_by_s - limits.begin_s == pytest.approx(1.0)
+    client.close()

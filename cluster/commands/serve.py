@@ -177,7 +177,7 @@ def _run(config: ClusterConfig, limits: EngineLimits, ray_address: str | None, b
                 say(_served(config))
                 if cluster is not None:
                     cluster.watch_proxy()
-            _watch(signals, replace_replicas, is_up, say)
+            _watch(config, signals, replace_replicas, is_up, say)
         finally:
             say("stopping")
             shut_down(drain_s=config.drain_s, hurry=signals.hurry, cluster=cluster)
@@ -185,10 +185,14 @@ def _run(config: ClusterConfig, limits: EngineLimits, ray_address: str | None, b
 
 
 def _watch(
-    signals: ServiceSignals, replace_replicas: Callable[[], None], is_up: Callable[[], bool], say: Callable[[str], None]
+    config: ClusterConfig,
+    signals: ServiceSignals,
+    replace_replicas: Callable[[], None],
+    is_up: Callable[[], bool],
+    say: Callable[[str], None],
 ) -> None:
     """Until it is interrupted. Raises what `is_up` raises."""
-    was_up = True
+    was_up, problem = True, None
     while not signals.interrupted.is_set():
         if signals.is_replacing():
             say("replacing all workers and ingresses, one after the other")
@@ -197,6 +201,9 @@ def _watch(
         elif is_up() and not was_up:
             say("all workers and ingresses are replaced")
             was_up = True
+        before, problem = problem, _problem_with_tenants(config.tenants_path)
+        if problem != before:
+            say("the tenants' file is good again" if problem is None else f"the tenants stay as they were: {problem}")
         signals.wait(_CHECK_PERIOD_S if was_up else _REPLACED_CHECK_PERIOD_S)
 
 
@@ -229,6 +236,16 @@ def _behind_tls(config: ClusterConfig) -> ClusterConfig:
         return config
     port = free_ports(2)
     return replace(config, host="127.0.0.1", port=port, grpc_port=port + 1 if config.grpc_port else 0)
+
+
+def _problem_with_tenants(path: Path | None) -> str | None:
+    """What the ingresses complain of in their logs, where nobody looks until it is too late."""
+    try:
+        if path is not None:
+            read_tenants_file(path)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _check_ports(config: ClusterConfig) -> None:

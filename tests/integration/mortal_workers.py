@@ -24,6 +24,7 @@ class Worker:
     def __init__(self, config: EngineConfig) -> None:
         self.engine = AsyncEngine(config, progress=lambda *_: None)
         self.server = WorkerServer(self.engine, token=TOKEN)
+        self.is_dying = False
         self.death = asyncio.Event()
 
     async def start(self) -> WorkerEndpoint:
@@ -31,9 +32,13 @@ class Worker:
         return WorkerEndpoint(address, boot_id=address)
 
     async def kill(self) -> None:
-        """Nobody is told: connections end, and calls fail as those to a process that is gone."""
-        self.death.set()
+        """Nobody is told: connections end, and calls fail as those to a process that is gone.
+
+        Connections first: the engine, which lives on here, must not say what a dead one would not.
+        """
+        self.is_dying = True
         await self.server.stop()
+        self.death.set()
 
     async def close(self) -> None:
         await self.server.stop()
@@ -58,16 +63,18 @@ class Calls:
         dying = asyncio.ensure_future(worker.death.wait())
         try:
             await asyncio.wait({running, dying}, return_when=asyncio.FIRST_COMPLETED)
-            if dying.done():
-                raise WorkerLostError("it died")
-            running.result()
+            if not dying.done():
+                running.result()
         except OverloadedError as error:
             raise WorkerFullError(str(error)) from error
         except EngineStoppedError as error:
-            raise WorkerStoppingError(str(error)) if not isinstance(error, WorkerLostError) else error from error
+            if not worker.is_dying:
+                raise WorkerStoppingError(str(error)) from error
         finally:
             running.cancel()
             dying.cancel()
+        if worker.is_dying:
+            raise WorkerLostError("it died")
 
 
 class Cluster:

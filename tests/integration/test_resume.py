@@ -410,6 +410,7 @@ class NoWorker:
     """Takes the call and does nothing, as a router does that knows no worker."""
 
     def __init__(self) -> None:
+        self.is_dying = False
         self.death = asyncio.Event()
         self.server = self
 

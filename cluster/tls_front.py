@@ -7,9 +7,11 @@ takes over, and the old one ends with its last connection.
 """
 
 import logging
+import socket
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_PERIOD_S = 1.0
 _START_LIMIT_S = 10.0
+_TRY_PERIOD_S = 0.02
 _HANDSHAKE_S = 10
 _CONFIG = """\
 global
@@ -114,10 +117,12 @@ class TlsFront:
         self._thread = threading.Thread(target=self._watch, args=(files,), name="tls-front", daemon=True)
 
     def start(self) -> None:
-        """Listen. Raises `TlsFrontError` and `ConfigError`."""
+        """Listen; returns once clients can come. Raises `TlsFrontError` and `ConfigError`."""
         if self._files is None:
             return
         self._replace(self._files)
+        for listener in self._listeners:
+            _wait_until_open(listener.address)
         self._thread.start()
 
     def close(self) -> None:
@@ -191,3 +196,17 @@ class TlsFront:
         config = self._scratch / "tls.cfg"
         config.write_text(text)
         return config
+
+
+def _wait_until_open(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    end_s = time.monotonic() + _START_LIMIT_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1" if host == "0.0.0.0" else host, int(port)), _START_LIMIT_S).close()
+        except OSError as error:
+            if time.monotonic() > end_s:
+                raise TlsFrontError(f"HAProxy does not listen at {address}: {error}") from error
+            time.sleep(_TRY_PERIOD_S)
+        else:
+            return

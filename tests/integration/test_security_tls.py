@@ -63,7 +63,7 @@ def front(folder: Path, files: TlsFiles, inner_port: int) -> Iterator[tuple[TlsF
     running = TlsFront(get_haproxy_binary(), scratch, files, [listener], max_connections=100)
     running.start()
     with closing(running):
-        wait_until(lambda: is_open(port), "it listens")
+        assert is_open(port), "it has started, so clients can come"
         yield running, port
 
 

@@ -192,6 +192,8 @@ def watch_local_cluster(config: ClusterConfig, scratch: Path, on_ray_dead: Calla
 
 def tls_front(config: ClusterConfig, inner: ClusterConfig, scratch: Path) -> TlsFront:
     """What takes TLS where `config` says and passes it on to `inner`; nothing if nobody asks for it."""
+    if config.tls is None:
+        return TlsFront("", scratch, None, [], max_connections=0)
     listeners = [TlsListener("http", f"{config.host}:{config.port}", "http/1.1", inner.port)]
     if config.grpc_port:
         listeners.append(TlsListener("grpc", f"{config.host}:{config.grpc_port}", "h2", inner.grpc_port))

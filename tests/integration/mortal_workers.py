@@ -26,6 +26,7 @@ class Worker:
         self.server = WorkerServer(self.engine, token=TOKEN)
         self.is_dying = False
         self.death = asyncio.Event()
+        self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> WorkerEndpoint:
         address = await self.server.start("127.0.0.1")
@@ -37,11 +38,17 @@ class Worker:
         Connections first: the engine, which lives on here, must not say what a dead one would not.
         """
         self.is_dying = True
-        await self.server.stop()
+        await self._stop()
         self.death.set()
 
+    async def _stop(self) -> None:
+        """Once, and to its end: whoever kills it may be cancelled by that very death."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self.server.stop())
+        await asyncio.shield(self._stopping)
+
     async def close(self) -> None:
-        await self.server.stop()
+        await self._stop()
         await asyncio.to_thread(self.engine.shutdown)
 
 

@@ -253,14 +253,12 @@ class PoisonedCalls(Calls):
         if request.request_id.partition("~")[0] != POISON:
             await super().run(request, ranked)
             return
-        worker = next(worker for worker in self.workers if not worker.death.is_set())
+        worker = next(worker for worker in self.workers if not worker.is_dying)
         self.requests.append(request)
         running = asyncio.ensure_future(worker.server.run_request(request, "front"))
-        await until(lambda: running.done() or self.has_heard(request))
-        if not running.done():
-            await worker.kill()
+        await until(lambda: self.has_heard(request))
+        await worker.kill()
         running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
         raise WorkerLostError("it died")
 
 
@@ -272,9 +270,8 @@ async def test_request_that_kills_its_workers_is_stopped(fake: EngineConfig) -> 
         it.client._calls = it.calls
         with pytest.raises(PoisonousRequestError):
             await collect(it, request(GREEDY, POISON))
-        assert it.calls.requests[-1].runs_alone
-        assert not any(asked.runs_alone for asked in it.calls.requests[:MAX_DEATHS_TOGETHER])
-        assert it.losses[-1] is False
+        assert [asked.runs_alone for asked in it.calls.requests] == [False] * MAX_DEATHS_TOGETHER + [True]
+        assert it.losses == [True] * MAX_DEATHS_TOGETHER + [False]
         it.calls.workers = it.workers[-1:]
         assert len((await collect(it, request(replace(GREEDY, max_tokens=5), "next")))[0].token_ids) == 5
 
